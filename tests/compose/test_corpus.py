@@ -85,7 +85,7 @@ def test_settings_that_make_no_sense_are_refused(wrong):
 
 
 def test_the_corpus_is_written_to_its_topic(kafka, caplog):
-    settings = kafka.fresh()
+    settings = kafka.fresh(topics=[Topic.DOCUMENTS])
     wanted = CorpusSettings(documents=1_100)
     with caplog.at_level("INFO"):
         written = corpus_role.run(settings, RunSettings(seed=3), wanted, CHAT)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.consumers.weight_log import WeightLog
+from tests.consumers.weight_log import TOPICS, WeightLog
 from tests.streams.gate.gate_support import ack, bench, manifest, outcome
 from tests.waiting import until
 from tidemill.compose.cli import app
@@ -41,7 +41,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def topics(kafka):
-    return kafka.fresh(1)
+    return kafka.fresh(1, (*TOPICS, Topic.GROUPS, Topic.OUTCOMES))
 
 
 class Branch:

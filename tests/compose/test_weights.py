@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from tests.consumers.weight_log import WeightLog, nudged, write_checkpoint
+from tests.consumers.weight_log import TOPICS, WeightLog, nudged, write_checkpoint
 from tidemill.compose.cli import app, main
 from tidemill.compose.cli.weights_command import operand
 from tidemill.compose.options import version_number
@@ -30,7 +30,7 @@ DEADLINE_S = 180.0
 
 @pytest.fixture(scope="module")
 def topics(kafka):
-    return kafka.fresh(1)
+    return kafka.fresh(1, TOPICS)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_an_acknowledgement_after_the_chain_was_read_counts(log, monkeypatch):
         return chain
 
     monkeypatch.setattr("tidemill.compose.cli.gate_command.read_chain", read)
-    followed = ask(log, "rollback", 1, "--wait", 20)
+    followed = ask(log, "rollback", 1, "--wait", DEADLINE_S)
     assert (followed.exit_code, "followed by a" in followed.output) == (0, True), followed.output
 
 

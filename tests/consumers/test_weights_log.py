@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import TopicPartition
 from safetensors import safe_open
 
-from tests.consumers.weight_log import WeightLog, nudged, write_checkpoint
+from tests.consumers.weight_log import TOPICS, WeightLog, nudged, write_checkpoint
 from tidemill.consumers.weights.builder import UnusableWeights, checkout, open_builder, verify_chain
 from tidemill.consumers.weights.chain import default_start, read_chain
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
@@ -25,13 +25,13 @@ from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.reader import LogReader
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 180.0
 
 
 @pytest.fixture(scope="module")
 def topics(kafka):
     """Topics that the tests of this module share; each test has its own run in them."""
-    return kafka.fresh()
+    return kafka.fresh(topics=TOPICS)
 
 
 @pytest.fixture
@@ -39,15 +39,15 @@ def log(topics, tmp_path):
     return WeightLog(topics, RunSettings(run_id=uuid.uuid4().hex), tmp_path / "store")
 
 
-def verified(log, start=None):
+def verified(log, start=None, timeout_s=TIMEOUT_S):
     chain = read_chain(log.kafka, log.run)
-    with open_builder(log.kafka, TIMEOUT_S) as builder:
+    with open_builder(log.kafka, timeout_s) as builder:
         return verify_chain(chain, builder, default_start(chain) if start is None else start)
 
 
-def assert_fault(log, version, part, reason, start=None):
+def assert_fault(log, version, part, reason, start=None, timeout_s=TIMEOUT_S):
     """The verification names this as the first fault."""
-    offender = verified(log, start).offender
+    offender = verified(log, start, timeout_s).offender
     assert (offender.version, offender.part) == (version, part)
     assert re.search(reason, offender.reason), offender.reason
 
@@ -176,11 +176,12 @@ def test_a_missing_anchor_is_named(log):
 
 
 def test_missing_chunks_are_named(log):
-    log.grow(2)
+    """The verification starts from the version before, so that it waits for no other chunk."""
+    log.grow(2, anchors=(0, 1))
     shard = log.manifests[1].shards[0]
     beyond = replace(shard, offsets=[10_000_000 + offset for offset in shard.offsets])
     log.publish(2, nudged(log.views[1], 2), parent=1, lies={"shards": [beyond]})
-    assert_fault(log, 2, "delta", "did not arrive")
+    assert_fault(log, 2, "delta", "did not arrive", start=1, timeout_s=1.0)
 
 
 def test_a_chunk_past_retention_is_reported_as_expired(topics, log, tmp_path):

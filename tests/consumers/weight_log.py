@@ -39,6 +39,8 @@ SHAPES = {
     "model.norm.weight": (16,),
 }
 CHUNK_BYTES = 1000
+TOPICS = (Topic.MANIFESTS, Topic.DELTAS, Topic.ACKS, Topic.GATE)
+"""The topics of a chain and of the decisions about it."""
 View = Mapping[str, np.ndarray]
 Damage = Callable[[bytes], bytes]
 

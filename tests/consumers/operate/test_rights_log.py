@@ -52,7 +52,7 @@ send, sent = RecordProducer.send_bytes, 0
 def dying(self, *arguments, **options):
     global sent
     if sent == at:
-        self._producer.flush(10)
+        self._producer.flush(100)
         os.kill(os.getpid(), signal.SIGKILL)
     sent += 1
     send(self, *arguments, **options)
@@ -67,7 +67,7 @@ for at in kills:
 
 @pytest.fixture(scope="module")
 def settings(kafka: Any) -> KafkaSettings:
-    return kafka.fresh(PARTITIONS)
+    return kafka.fresh(PARTITIONS, (*SWEPT, Topic.USER_REQUESTS))
 
 
 def person(settings: KafkaSettings, user: str, root: Path, *, at: int = START_US) -> None:
@@ -232,10 +232,9 @@ def test_choices_are_copied_into_every_partition_and_made_once(settings: KafkaSe
 @pytest.fixture
 def product(monkeypatch: pytest.MonkeyPatch, settings: KafkaSettings, tmp_path: Path) -> ProductSettings:
     made = ProductSettings.with_random_keys()
-    keys = json.dumps([key.get_secret_value() for key in made.signing_keys])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TIDEMILL_PRODUCT__SIGNING_KEYS", keys)
-    monkeypatch.setenv("TIDEMILL_PRODUCT__PSEUDONYM_KEY", made.pseudonym_key.get_secret_value())
+    for name, value in made.environment().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("TIDEMILL_KAFKA__BOOTSTRAP", settings.bootstrap)
     monkeypatch.setenv("TIDEMILL_KAFKA__TOPIC_PREFIX", settings.topic_prefix)
     monkeypatch.setenv("TIDEMILL_STORE__ROOT", str(tmp_path))

@@ -60,9 +60,8 @@ def settings(kafka: Any) -> KafkaSettings:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, settings: KafkaSettings) -> None:
-    keys = json.dumps([key.get_secret_value() for key in PRODUCT.signing_keys])
-    monkeypatch.setenv("TIDEMILL_PRODUCT__SIGNING_KEYS", keys)
-    monkeypatch.setenv("TIDEMILL_PRODUCT__PSEUDONYM_KEY", PRODUCT.pseudonym_key.get_secret_value())
+    for name, value in PRODUCT.environment().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("TIDEMILL_KAFKA__BOOTSTRAP", settings.bootstrap)
     monkeypatch.setenv("TIDEMILL_KAFKA__TOPIC_PREFIX", settings.topic_prefix)
 
