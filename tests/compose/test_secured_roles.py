@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from tests.producers.router_support import FakeReplica as ProductReplica
 from tests.producers.router_support import served
 from tests.secured_log import PASSWORD, SecuredLog
 from tests.streams.gate.gate_support import ack
+from tests.waiting import until
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import read_state
 from tidemill.producers.product.settings import key_hash
@@ -66,7 +66,6 @@ TINY: dict[str, Any] = {
         "map": {"rules": {"thumb": {"horizon_s": DEADLINE_S, "weight": 1.0}}},
         "grace_s": 0.2,
         "settle_s": 0.1,
-        "early_wait_s": 1.0,
     },
     "batches": {"min_members": 1, "max_wait_s": 1.0},
     "sink": {"http_port": 0, "flush_seconds": 0.2},
@@ -131,12 +130,13 @@ class Site:
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
         """Wait for a condition; fail if a role fails."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
+
+        def checked() -> Any:
             failed = [role.log.read_text() for role in self.roles.values() if role.process.poll()]
             assert not failed, failed[0]
-            assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
-            time.sleep(0.05)
+            return condition()
+
+        until(checked, what, DEADLINE_S)
 
     def first(self, topic: Topic) -> Any:
         """Wait for the first record of a topic that is not a tick; return it."""
@@ -196,11 +196,11 @@ def product_replica() -> Iterator[OneVersion]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(DEADLINE_S)
         yield replica
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(60)
+        thread.join(DEADLINE_S)
         loop.close()
 
 
@@ -228,7 +228,7 @@ def test_the_loop_of_simulated_work(site: Site):
             state = read_state(sink.directory)
             if state is None:
                 return 0
-            return int(httpx.post(state.url, content="SELECT count() FROM rollouts", timeout=30).text)
+            return int(httpx.post(state.url, content="SELECT count() FROM rollouts", timeout=DEADLINE_S).text)
 
         site.until(rows, "rows of rollouts in the sink")
     finally:
@@ -245,7 +245,7 @@ def test_an_answer_and_its_vote_become_an_online_batch(site: Site):
         for command in (("route",), ("gateway",), ("stream", "join"), ("stream", "batches")):
             site.start(*command)
         headers = {"Authorization": f"Bearer {KEY}", "x-tidemill-consent": "yes"}
-        http = stack.enter_context(httpx.Client(headers=headers, timeout=60))
+        http = stack.enter_context(httpx.Client(headers=headers, timeout=DEADLINE_S))
 
         def post(port: int, path: str, body: dict) -> httpx.Response | None:
             try:
@@ -274,9 +274,9 @@ def test_an_answer_and_its_vote_become_an_online_batch(site: Site):
 
 
 def test_a_wrong_password_ends_a_role_in_one_line(site: Site):
-    """All roles run at once: each spends its time on imports, and on the wait for the refusal."""
-    for command in ("topics", "audit", "stream", "feed", "sink", "gateway", "gate run", "train"):
-        site.start(*command.split(), password="wrong")
+    """A command and a role of each kind: every other one looks for its log by the same code."""
+    for command in ("topics", "stream", "feed"):
+        site.start(command, password="wrong")
     for role in site.roles.values():
         assert role.process.wait(DEADLINE_S) == 1, role.log
         said = role.log.read_text()
