@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,6 @@ from tidemill.schemas.records import (
     WorstToken,
 )
 
-ROOT = Path(__file__).parents[2]
 DATABASES = count()
 
 
@@ -510,9 +508,3 @@ def test_the_account_closes_after_an_erasure_too(over):
     (row,) = over([*product_run(), erasure]).rows("online_accounting")
     assert (row["served"], row["carried_a_reward"]) == (6, 4)
     assert (row["batched"], row["batched_and_erased"], row["dropped"], row["waiting"]) == (3, 1, 1, 1)
-
-
-def test_the_page_lists_every_query_with_its_question():
-    page = (ROOT / "docs/research.md").read_text("utf-8")
-    for name, question in named_queries().items():
-        assert f"| `{name}` | {question} |" in page
