@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import httpx
 import pytest
@@ -27,10 +28,12 @@ from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.config import HttpSettings
 
+DEADLINE_S = 180.0
+
 
 @pytest.fixture(scope="module")
 def sink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SinkSettings]:
-    sink = SinkSettings(path=str(tmp_path_factory.mktemp("engine")), http_port=0, query_seconds=2, result_bytes=2**20)
+    sink = SinkSettings(path=str(tmp_path_factory.mktemp("engine")), http_port=0, result_bytes=2**20)
     client = connect(sink)
     Writer(client, sink.database, sink.table_engine).write(rows_of(small_run()), {})
     yield sink
@@ -43,20 +46,31 @@ def url(sink: SinkSettings) -> Iterator[str]:
         yield server.url
 
 
+@pytest.fixture(scope="module")
+def hasty_url(sink: SinkSettings) -> Iterator[str]:
+    """The address of a server with a low time limit."""
+    with query_server(sink.model_copy(update={"query_seconds": 1.0})) as server:
+        yield server.url
+
+
 def test_a_connection_that_says_nothing_is_closed(sink: SinkSettings):
     with query_server(sink.model_copy(update={"http": HttpSettings(header_timeout_s=0.5)})) as server:
         address = httpx.URL(server.url)
-        with closing(socket.create_connection((address.host, address.port), timeout=20)) as connection:
+        with closing(socket.create_connection((address.host, address.port), timeout=DEADLINE_S)) as connection:
             assert connection.recv(1) == b""
 
 
 def ask(url: str, sql: str, **parameters: str) -> httpx.Response:
-    return httpx.get(url, params={"query": sql, **parameters}, timeout=20)
+    return httpx.get(url, params={"query": sql, **parameters}, timeout=DEADLINE_S)
+
+
+def post(url: str, **options: Any) -> httpx.Response:
+    return httpx.post(url, timeout=DEADLINE_S, **options)
 
 
 def test_ping(url: str):
     for path in ("/ping", "/"):
-        reply = httpx.get(url + path)
+        reply = httpx.get(url + path, timeout=DEADLINE_S)
         assert (reply.status_code, reply.text) == (200, "Ok.\n")
         assert reply.headers["X-Tidemill-Pid"] == str(os.getpid())
 
@@ -80,15 +94,15 @@ def test_the_format_clause_decides(url: str, clause: str, body: str):
 def test_default_format_header_and_parameter(url: str):
     document = ask(url, "SELECT count() AS n FROM rollouts", default_format="JSON").json()
     assert document["data"] == [{"n": 6}]
-    by_header = httpx.post(url, content="SELECT 1", headers={"X-ClickHouse-Format": "JSONCompact"})
+    by_header = post(url, content="SELECT 1", headers={"X-ClickHouse-Format": "JSONCompact"})
     assert by_header.json()["data"] == [[1]]
     assert "│ 1 │" in ask(url, "SELECT 1 FORMAT Pretty").text
 
 
 def test_query_in_the_body_in_the_parameter_and_in_both(url: str):
-    assert httpx.post(url, content="SELECT 1").text == "1\n"
-    assert httpx.post(url, params={"query": "SELECT 1 +"}, content="1").text == "2\n"
-    chunked = httpx.post(url, content=iter([b"SELECT", b" 3"]))
+    assert post(url, content="SELECT 1").text == "1\n"
+    assert post(url, params={"query": "SELECT 1 +"}, content="1").text == "2\n"
+    chunked = post(url, content=iter([b"SELECT", b" 3"]))
     assert chunked.text == "3\n"
 
 
@@ -113,11 +127,11 @@ def test_errors_carry_clickhouses_code(url: str):
 
 
 def test_bad_requests_are_answered(url: str):
-    assert "Empty query" in httpx.post(url, content=b"").text
-    assert "not UTF-8" in httpx.post(url, content=b"SELECT '\xff'").text
-    too_long = httpx.post(url, content=b"SELECT 1" + b" " * 2**20)
+    assert "Empty query" in post(url, content=b"").text
+    assert "not UTF-8" in post(url, content=b"SELECT '\xff'").text
+    too_long = post(url, content=b"SELECT 1" + b" " * 2**20)
     assert too_long.status_code == 400
-    assert httpx.put(url, content=b"SELECT 1").status_code == 405
+    assert httpx.put(url, content=b"SELECT 1", timeout=DEADLINE_S).status_code == 405
     assert ask(url, "SELECT 1", database="nowhere").status_code == 404
     assert ask(url, "SELECT 1", default_format="Nonsense").headers["X-ClickHouse-Exception-Code"] == "73"
 
@@ -130,8 +144,11 @@ def test_a_query_id_that_no_header_can_hold_is_replaced(url: str, query_id: str)
     assert ask(url, "SELECT 1", query_id="mine").headers["X-ClickHouse-Query-Id"] == "mine"
 
 
-def test_a_query_is_stopped_at_its_time_limit(url: str):
-    reply = ask(url, "SELECT sum(sipHash64(number)) FROM numbers(100000000000)")
+HEAVY = "SELECT sum(sipHash64(number)) FROM numbers(100000000000)"
+
+
+def test_a_query_is_stopped_at_its_time_limit(hasty_url: str):
+    reply = ask(hasty_url, HEAVY)
     assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (408, "159")
 
 
@@ -145,10 +162,9 @@ def test_a_limit_that_sets_no_limit_is_refused(url: str, name: str, value: str):
     assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (400, "62"), reply.text
 
 
-def test_a_limit_can_be_lowered_but_not_raised(url: str):
-    heavy = "SELECT sum(sipHash64(number)) FROM numbers(100000000000)"
-    for given in ("0.001", "1e-300", "1e9"):
-        reply = ask(url, heavy, max_execution_time=given)
+def test_a_limit_can_be_lowered_but_not_raised(url: str, hasty_url: str):
+    for of, given in ((url, "0.001"), (url, "1e-300"), (hasty_url, "1e9")):
+        reply = ask(of, HEAVY, max_execution_time=given)
         assert reply.headers["X-ClickHouse-Exception-Code"] in ("159", "62"), given
     memory = "SELECT groupArray(number) FROM numbers(100000000)"
     assert ask(url, memory, max_memory_usage="1000000").headers["X-ClickHouse-Exception-Code"] == "241"
