@@ -122,7 +122,7 @@ def test_a_guard_ends_the_processes_of_a_command_that_cannot(tmp_path: Path, end
     role, child = map(int, parent.stdout.readline().split())
     if end == "killed":
         parent.kill()
-    assert parent.wait(60) == status
+    assert parent.wait(180) == status
     until(lambda: not any(map(alive, (role, child, guard))), "nobody outlives the command")
 
 

@@ -252,7 +252,7 @@ def headers_of(kafka: KafkaSettings) -> dict[str, bytes]:
     consumer = Consumer(consumer_settings(kafka, "test", "test"))
     consumer.assign([TopicPartition(Names(kafka.topic_prefix).of(Topic.GROUPS), p, 0) for p in range(2)])
     try:
-        (message,) = consumer.consume(1, 20)
+        (message,) = consumer.consume(1, 240)
         return dict(message.headers() or [])
     finally:
         consumer.close()

@@ -28,7 +28,7 @@ DEADLINE_S = 180.0
 
 def settings(data_dir: Path, brokers: int = 1) -> StackSettings:
     """Return the settings of a small cluster."""
-    return StackSettings(data_dir=data_dir, brokers=brokers, heap_mb=256)
+    return StackSettings(data_dir=data_dir, brokers=brokers, heap_mb=256, start_timeout_s=600)
 
 
 @contextmanager

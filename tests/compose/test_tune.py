@@ -66,7 +66,7 @@ class FakeReplica:
 
         thread = threading.Thread(target=asyncio.run, args=(serve(),))
         thread.start()
-        assert ready.wait(60)
+        assert ready.wait(180)
         try:
             yield addresses[0]
         finally:
