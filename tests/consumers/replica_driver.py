@@ -2,7 +2,7 @@
 
     python -m tests.consumers.replica_driver CONFIG
         one engine with its HTTP server and its subscriber; reads records from standard input and writes
-        acknowledgements to standard output, as one base64 line each
+        acknowledgements to standard output, as one base64 line each; its port after the first one
 
 It is a separate process because vLLM reads its environment at import.
 """
@@ -229,7 +229,7 @@ async def serve(config: dict[str, Any]) -> None:
     log, state = MemoryLog(), ReplicaState(RUN.run_id, RUN.branch)
     manifest = from_line(config["manifest"])
     anchor = Path(manifest.anchor.uri)
-    settings = ReplicaSettings(port=config["port"], replica_id="replica-t", kv_cache_mb=32, **config["settings"])
+    settings = ReplicaSettings(port=0, replica_id="replica-t", kv_cache_mb=32, **config["settings"])
     state.observe(manifest)
     joined = StartVersion(manifest, anchored(anchor, manifest), anchor, {})
     chunks = ChunkFetcher(log, settings.fetch_timeout_s)
@@ -241,6 +241,7 @@ async def serve(config: dict[str, Any]) -> None:
         server,
     ):
         listener = bind(settings.host, settings.port, "replica.port")
+        print("port", listener.getsockname()[1], flush=True)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         async for line in _lines():
             await _obey(line, engine, subscriber, log)
