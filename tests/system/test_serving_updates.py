@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -43,17 +44,17 @@ DEADLINE_S = 600.0
 def router(settings: KafkaSettings, root: Path, replica: str) -> Iterator[str]:
     """Run a process of `tidemill route` in front of one stable replica; yields its address."""
     (port,), log = pick_ports(1, base_port=0), root / "router.log"
-    secrets = {
-        "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps([key.get_secret_value() for key in PRODUCT.signing_keys]),
-        "TIDEMILL_PRODUCT__PSEUDONYM_KEY": PRODUCT.pseudonym_key.get_secret_value(),
+    own = {
+        **PRODUCT.environment(),
         "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)}),
+        "TIDEMILL_ROUTER__LOG_TIMEOUT_S": str(DEADLINE_S),
     }
     flags = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix, "--run-id",
              driver.RUN.run_id, "--port", str(port), "--stable", replica]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tidemill", "route", *flags], stderr=output, stdout=output, cwd=root,
-            env={**os.environ, **secrets},
+            env={**os.environ, **own},
         )  # fmt: skip
 
     try:
@@ -71,6 +72,10 @@ class Load:
     failures: list[str] = field(default_factory=list)
     interactions: list[str] = field(default_factory=list)
     """Ids of the complete answers."""
+    version: int = 0
+    """The version that the replica serves."""
+    answers: Counter[int] = field(default_factory=Counter)
+    """Complete answers by the version that was served when they were requested."""
     ended: bool = False
 
     async def client(self, session: aiohttp.ClientSession, number: int) -> None:
@@ -78,8 +83,10 @@ class Load:
         body = {"prompt": f"t{5 + number} t6 t7", "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
                 "user": f"user-{number}"}  # fmt: skip
         while not self.ended:
+            version = self.version
             try:
                 await self._ask(session, body)
+                self.answers[version] += 1
             except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
 
@@ -96,10 +103,10 @@ class Load:
                 raise ValueError("the answer broke off")
             self.interactions.append(token.partition(".")[0])
 
-    async def until(self, answers: int) -> None:
-        """Wait until this many more answers are complete. Fails if one has failed."""
-        wanted = len(self.interactions) + answers
-        await until_async(lambda: self.failures or len(self.interactions) >= wanted, "answers", DEADLINE_S)
+    async def answered(self, version: int) -> None:
+        """Wait for an answer whose first token this version, which is served now, samples. Fails if one has failed."""
+        self.version = version
+        await until_async(lambda: self.failures or self.answers[version], "answers", DEADLINE_S)
         assert not self.failures
 
 
@@ -135,14 +142,14 @@ async def update_under_load(address: str, trainer: Trainer, acks: Acks, load: Lo
         trainer.decide(GateVerdict.PROMOTE, trainer.version)
         acks.until_serving(trainer.version, REPLICA, deadline_s=DEADLINE_S)
 
-    headers, timeout = {"authorization": f"Bearer {KEY}"}, aiohttp.ClientTimeout(total=120)
+    headers, timeout = {"authorization": f"Bearer {KEY}"}, aiohttp.ClientTimeout(total=DEADLINE_S)
     async with aiohttp.ClientSession(address, headers=headers, timeout=timeout) as session:
         tasks = [asyncio.create_task(load.client(session, number)) for number in range(CLIENTS)]
         try:
-            await load.until(2 * CLIENTS)
+            await load.answered(0)
             for _ in range(UPDATES):
                 await asyncio.to_thread(update)
-                await load.until(1)
+                await load.answered(trainer.version)
         finally:
             load.ended = True
             await asyncio.gather(*tasks)
