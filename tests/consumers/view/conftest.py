@@ -60,6 +60,9 @@ class View:
         """Return the answer to a request; redirects are not followed."""
         return httpx.get(self.url + path, timeout=START_S, **options)
 
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=START_S, **options)
+
     def query(self, sql_or_name: str) -> QueryResult:
         """Return the result that `tidemill query` prints."""
         return ask(self.sink, sql_or_name)
@@ -101,12 +104,13 @@ def tables_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def serving(log: Path, *arguments: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run `tidemill view` with arguments at a free port; yield its address and its process."""
+    """Run `tidemill view` with arguments at a free port, with time for queries on a slow machine; yield its address and
+    its process."""
     with log.open("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "tidemill", "view", *arguments, "--port", "0"],
             cwd=log.parent,
-            env={**os.environ, **environment},
+            env={**os.environ, "TIDEMILL_VIEW__QUERY_SECONDS": str(START_S), **environment},
             stderr=errors,
             text=True,
         )
@@ -179,9 +183,9 @@ def browser() -> Iterator[Browser]:
         pytest.skip(missing)
     from playwright.sync_api import expect, sync_playwright
 
-    expect.set_options(timeout=START_S * 1000 / 3)
+    expect.set_options(timeout=START_S * 1000)
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=list(QUIET))
+        browser = driver.chromium.launch(executable_path=path, args=list(QUIET), timeout=START_S * 1000)
         yield browser
         browser.close()
 
@@ -242,7 +246,7 @@ def look_as(browser: Browser) -> Iterator[Callable[..., Look]]:
 
     def make(**options: Any) -> Look:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        context.set_default_timeout(START_S * 1000 / 3)
+        context.set_default_timeout(START_S * 1000)
         look = Look(context.new_page(), context)
         look.watch(look.page)
         made.append(look)

@@ -6,7 +6,6 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
 from tests.consumers.view.run_records import HOSTILE
@@ -43,9 +42,9 @@ def test_parameters_are_values_and_never_sql(view: View):
 
 def test_a_question_longer_than_an_address_is_posted(view: View):
     sql = f"SELECT 1 AS one /* {'x' * 100_000} */"
-    reply = httpx.post(f"{view.url}/ask/rows.json", data={"q": sql})
+    reply = view.post("/ask/rows.json", data={"q": sql})
     assert reply.json() == [{"one": 1}]
-    too_long = httpx.post(f"{view.url}/ask/rows", data={"q": "x" * 2**19})
+    too_long = view.post("/ask/rows", data={"q": "x" * 2**19})
     assert (too_long.status_code, "longer than" in too_long.text) == (413, True)
 
 

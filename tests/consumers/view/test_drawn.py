@@ -163,7 +163,7 @@ def test_the_queries_of_the_panels_in_sight_begin_with_the_page():
         while tables.asked < IN_SIGHT:
             await asyncio.sleep(0)
 
-    asyncio.run(asyncio.wait_for(look(), 10))
+    asyncio.run(asyncio.wait_for(look(), 180))
     assert tables.asked == IN_SIGHT < len(PAGES[0].panels)
 
 
@@ -191,7 +191,7 @@ def test_a_slow_answer_is_not_waited_for_if_an_older_one_is_kept(monkeypatch: py
         while await tables.kept("SELECT 1") is not tables.rows:
             pass
 
-    asyncio.run(asyncio.wait_for(look(), 10))
+    asyncio.run(asyncio.wait_for(look(), 180))
     assert tables.asked == 2
 
 

@@ -9,12 +9,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
-from tests.consumers.view.conftest import View
+from tests.consumers.view.conftest import START_S, View
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.view.app import COOKIE, HEADERS, application
 from tidemill.consumers.view.config import ViewSettings
@@ -43,7 +42,7 @@ def raw(view: View, request: bytes) -> bytes:
     """Return the server's answer to bytes that a client library would not send."""
     parts = urlsplit(view.url)
     assert parts.hostname and parts.port
-    with closing(socket.create_connection((parts.hostname, parts.port), timeout=30)) as connection:
+    with closing(socket.create_connection((parts.hostname, parts.port), timeout=START_S)) as connection:
         connection.sendall(request)
         said = b""
         while chunk := connection.recv(65536):
@@ -264,6 +263,6 @@ def test_bad_hosts_and_broken_requests_are_refused_and_the_server_continues(view
 
 
 def test_an_unexpected_body_is_not_kept(view: View):
-    answer = httpx.post(view.url + "/panel/accounting", content=b"x" * 2**21, timeout=60)
+    answer = view.post("/panel/accounting", content=b"x" * 2**21)
     assert answer.status_code == 405
     assert view.get("/run").status_code == 200
