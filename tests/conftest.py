@@ -93,6 +93,11 @@ def brokers(request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def kafka(brokers: Path, broker: None) -> Kafka:
     """The Kafka of TIDEMILL_KAFKA__BOOTSTRAP, or one broker of the local stack for the whole test run."""
+    # Not imported with this module: the settings of all roles take long.
+    from tidemill.compose import options
+
+    # A command that reads the log waits 5 s for a broker, which may get no processor for so long on a busy machine.
+    options.PATIENCE_S = 120.0
     if external := os.environ.get(EXTERNAL):
         return Kafka(external)
     settings = StackSettings(data_dir=brokers / PLAIN, heap_mb=384, start_timeout_s=START_S)
