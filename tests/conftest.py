@@ -20,8 +20,10 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log import admin
 
-# The duration of an example depends more on the machine's load than on the code.
-settings.register_profile("tidemill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The duration of an example depends more on the load than on the code. Each run has the same examples, so that
+# a failure is that of the change under test; `pytest --hypothesis-profile random` looks for others.
+settings.register_profile("tidemill", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("random", settings.get_profile("tidemill"), derandomize=False)
 settings.load_profile("tidemill")
 
 # Off until all test modules are imported: garbage collection would take a third of the import time.
