@@ -24,10 +24,10 @@ _kept: list[engines.InProcess] = []
 """The engines so far: the end of one ends the process groups that all of them use."""
 
 
-def answers(engine: engines.InProcess, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
-    """Return sampled answers to prompts that are sent at once: tokens with their logprobs."""
+def answers(engine: engines.InProcess, prompts: list[list[int]], **sampling: Any) -> list[list[tuple[int, float]]]:
+    """Return answers to prompts that are sent at once: tokens with their logprobs."""
     for number, prompt in enumerate(prompts):
-        engine.begin(str(number), prompt, temperature=1.0, max_tokens=16, logprobs=0, ignore_eos=True)
+        engine.begin(str(number), prompt, logprobs=0, ignore_eos=True, **sampling)
     done = engine.end()
     engine.engine.reset_prefix_cache()
     return [engines.chosen(done[str(number)]) for number in range(len(prompts))]
@@ -52,15 +52,6 @@ def logprobs(directory: Path, activations: str, row: Any) -> np.ndarray:
     if activations:
         quantise_activations(model, quantised_weights(model), ROW_FORMATS[activations])
     return frozen_logprobs(model, row).double().numpy()
-
-
-def greedy(engine: engines.InProcess, prompts: list[list[int]]) -> list[tuple[int, float]]:
-    """Return the greedy answer to the first of some prompts that are sent at once."""
-    for number, prompt in enumerate(prompts):
-        engine.begin(str(number), prompt, max_tokens=8, logprobs=0, ignore_eos=True)
-    done = engine.end()
-    engine.engine.reset_prefix_cache()
-    return engines.chosen(done["0"])
 
 
 def unfit(engine: engines.InProcess) -> str:
@@ -118,7 +109,7 @@ def compare(family: str, root: Path) -> dict[str, Any]:
         engine = engines.InProcess(root / family, "float32", skip_tokenizer_init=True)
         _kept.append(engine)
         prompts = 4 * families.prompts()
-        given = answers(engine, prompts)
+        given = answers(engine, prompts, temperature=1.0, max_tokens=16)
         found["layers"][name] = rounded_layers(engine)
         found["proved"][name] = engine.prove()["damage"]
         rollouts = [
@@ -131,7 +122,8 @@ def compare(family: str, root: Path) -> dict[str, Any]:
             found["apart"][f"{name}/{trainer}"] = [float(apart.mean()), float(apart.max())]
         if invariant:
             found["unfit"] = unfit(engine)
-            found["alone"], found["beside"] = greedy(engine, prompts[:1]), greedy(engine, prompts)
+            for which, sent in {"alone": prompts[:1], "beside": prompts}.items():
+                found[which] = answers(engine, sent, max_tokens=8)[0]
     return found
 
 
