@@ -14,7 +14,7 @@ from tidemill.consumers.sink.tables import WATERMARKS, tables
 from tidemill.schemas.catalogue import CATALOGUE, Names
 from tidemill.schemas.log.reader import LogReader
 
-DRAIN_S = 180.0
+DRAIN_S = 600.0
 POLL_S = 0.5
 INSERTED = (
     "SELECT toUnixTimestamp(max(modification_time)) FROM system.parts "

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import until
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.consumers.sink.config import SinkSettings
@@ -48,6 +49,8 @@ SMALL = [
 TIMEOUT_S = 2400.0
 """Limit of one test, which may wait for two demonstrations while other tests run at the same time."""
 LOOK_S = 2.0
+GONE_S = 60.0
+"""A killed process is there until the kernel has run it once more."""
 
 ABOUT_USERS = {
     "arms",
@@ -156,6 +159,8 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, 
             process.send_signal(signal.SIGINT)
             process.wait(60)
     assert process.returncode == 0, f"status {process.returncode}\n{log.read_text()}{role_logs(data_dir)}"
+    with suppress(AssertionError):  # a test reports what is left
+        until(lambda: not belonging_to(data_dir), deadline_s=GONE_S, pause_s=0.5)
     summary, left = json.loads(output.read_text()), belonging_to(data_dir)
     return Finished(summary, connections, set(connections), killed, log.read_text(), left)
 

