@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export nothing
     AdminClient,
     ConfigResource,
     NewTopic,
+    OffsetSpec,
     ResourceType,
 )
 
@@ -99,18 +100,32 @@ def create_missing(client: AdminClient, new: list[NewTopic]) -> list[str]:
 
 
 def wait_until_led(client: AdminClient, names: set[str]) -> None:
-    """Wait until all partitions have leaders. A topic is acknowledged earlier, and a client would then fail."""
+    """Wait until all partitions have leaders that serve them.
+
+    A topic is acknowledged earlier, and a client would then fail. If a broker refuses a producer's first batch because
+    it does not serve the partition yet, and accepts the second one, the first one is lost (KAFKA-15591).
+    """
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
-    while not names <= _led(client):
+    while missing := names - _led(client, names):
         if time.monotonic() > deadline:
-            missing = sorted(names - _led(client))
-            raise TimeoutError(f"topics without leaders for {REQUEST_TIMEOUT_S:g} s: {missing}")
+            raise TimeoutError(f"topics without leaders for {REQUEST_TIMEOUT_S:g} s: {sorted(missing)}")
         time.sleep(POLL_S)
 
 
-def _led(client: AdminClient) -> set[str]:
+def _led(client: AdminClient, names: set[str]) -> set[str]:
+    """Return the topics among `names` of which each partition's leader answers with its first offset."""
     topics = client.list_topics(timeout=REQUEST_TIMEOUT_S).topics
-    return {name for name, t in topics.items() if t.partitions and all(p.leader >= 0 for p in t.partitions.values())}
+    found = {name: topics[name].partitions for name in names & topics.keys()}
+    led = {name for name, parts in found.items() if parts and all(part.leader >= 0 for part in parts.values())}
+    first = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+    asked = {TopicPartition(name, number): first for name in led for number in found[name]}
+    answers = client.list_offsets(asked, request_timeout=REQUEST_TIMEOUT_S) if asked else {}
+    for place, answer in answers.items():
+        try:
+            answer.result()
+        except KafkaException:
+            led.discard(place.topic)
+    return led
 
 
 def check_topics(kafka: KafkaSettings) -> list[TopicState]:
