@@ -291,16 +291,8 @@ class Hostile(Environment):
 
         return {
             "nan": lambda: score(float("nan")),
-            "infinity": lambda: score(1.0, loss=float("-inf")),
-            "text": lambda: score("high"),
             "none": lambda: None,
-            "number": lambda: 1.0,
-            "empty": lambda: Score((), success=None),
-            "twice": lambda: Score((RewardComponent("a", 1.0, 1.0), RewardComponent("a", 1.0, 1.0)), success=None),
-            "numbers": lambda: Score((1.0, 2.0), success=None),
             "surrogate": lambda: score(1.0, **{"\ud800": 1.0}),
-            "name": lambda: Score((RewardComponent(7, 1.0, 1.0),), success=None),
-            "success": lambda: Score((RewardComponent("a", 1.0, 1.0),), success="perhaps"),
             "object": lambda: Score((RewardComponent("a", 1.0, 1.0),), success=object()),
             "spite": lambda: Score((RewardComponent("a", 1.0, 1.0),), success=None, metrics=Spiteful()),
             "large": lambda: Score((RewardComponent("x" * 10**8, 1.0, 1.0),), success=None),

@@ -329,7 +329,8 @@ async def test_too_many_calls() -> None:
         assert statuses == [200, 200, 502, 502] and "max_turns" in policy.failure
 
 
-async def test_a_client_that_disconnects_cancels_its_generation() -> None:
+def one_that_never_answers() -> tuple[asyncio.Event, Callable[[str], Any]]:
+    """Return an event that is set when the policy is asked, and its turns: none."""
     asked = asyncio.Event()
 
     async def never(_context: str) -> str:
@@ -337,6 +338,11 @@ async def test_a_client_that_disconnects_cancels_its_generation() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
+    return asked, never
+
+
+async def test_a_client_that_disconnects_cancels_its_generation() -> None:
+    asked, never = one_that_never_answers()
     async with rollout(never) as (policy, at), http(at) as send:
         request = asyncio.create_task(send("/chat/completions", {"messages": HELLO}))
         await until_async(asked.is_set)
@@ -346,13 +352,7 @@ async def test_a_client_that_disconnects_cancels_its_generation() -> None:
 
 
 async def test_the_end_of_the_episode_cancels_generations_and_fails_nothing() -> None:
-    asked = asyncio.Event()
-
-    async def never(_context: str) -> str:
-        asked.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
+    asked, never = one_that_never_answers()
     async with AgentEndpoint() as endpoint:
         policy = policy_of(never, endpoint.open)
         async with http(policy.endpoint) as send:
