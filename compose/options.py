@@ -114,7 +114,7 @@ def with_options(
     return wrapped
 
 
-PATIENCE_S = 5.0
+PATIENCE_S = 10.0
 """Longest wait for an answer of the log, in seconds."""
 
 

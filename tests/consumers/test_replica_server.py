@@ -42,7 +42,7 @@ BODY = {"model": "tidemill", "prompt": [5, 6, 7, 8], "logprobs": 0, "return_toke
 SETTINGS = {
     "expert_ids": True,
     "vllm_args": {"enable-prompt-tokens-details": True, "allowed_origins": ["http://a.test", "http://b.test"]},
-    "http": {"header_timeout_s": 5},
+    "http": {"header_timeout_s": 20},
 }
 
 DEADLINE_S = 900.0
