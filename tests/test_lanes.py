@@ -12,8 +12,9 @@ from tests.fast_lane import SLOW
 from tests.workers import UNITS, unit_of
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-"""Variables of a pytest that imports no installed plugin: most of its time would be their imports."""
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+"""Variables of a pytest that has no options of this one and imports no installed plugin, which would take most of its
+time."""
 TESTS = """
 import os, pytest, subprocess, sys
 from tests.conftest import broker, brokers, kafka, vllm

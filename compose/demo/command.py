@@ -179,7 +179,11 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
             restarted=partial(console.print, style="yellow", highlight=False, soft_wrap=True),
             started=guard.watch,
         ) as supervisor:
-            summary = _run(plan, supervisor, console, began)
+            try:
+                summary = _run(plan, supervisor, console, began)
+            except (KeyboardInterrupt, SystemExit):
+                console.print("stopping the roles, which may take half a minute", style="yellow")
+                raise
     names = [name for act in plan.acts for name in QUERIES[act]]
     queries = [f"tidemill query {name} --data-dir {plan.sink_directory}" for name in names]
     queries.append(f"tidemill view {plan.directory}")

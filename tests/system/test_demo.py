@@ -113,6 +113,7 @@ def test_a_demonstration_that_is_ended_early_leaves_nothing_running(tmp_path: Pa
     until(lambda: len(belonging_to(tmp_path)) >= 4, "the demonstration, its guard, a broker and a role", DEADLINE_S)
     process.send_signal(sent)
     assert process.wait(DEADLINE_S) == status
+    assert ("stopping the roles" in (tmp_path / "demo.log").read_text()) == (sent is signal.SIGINT)
     until(lambda: not belonging_to(tmp_path), lambda: belonging_to(tmp_path), DEADLINE_S)
 
 
