@@ -75,7 +75,7 @@ def follow(foreign: Foreign, manifests: list[Manifest], directory: Path) -> None
     """Apply every version in order with the replica's own classes, to an engine of plain arrays."""
     local = replace(manifests[0].anchor, uri=manifests[0].anchor.uri.removeprefix("file://"))
     with LogReader(foreign.kafka, [Topic.DELTAS], start="end") as chunks:
-        replica = ArrayReplica(replace(manifests[0], anchor=local), chunks, directory, timeout_s=60.0)
+        replica = ArrayReplica(replace(manifests[0], anchor=local), chunks, directory)
         try:
             for manifest in manifests[1:]:
                 said = replica.observe(manifest)
