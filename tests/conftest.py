@@ -98,7 +98,7 @@ def kafka(brokers: Path, broker: None) -> Kafka:
     # Not imported with this module: the settings of all roles take long.
     from tidemill.compose import options
 
-    # A command that reads the log waits 5 s for a broker, which may get no processor for so long on a busy machine.
+    # The broker may get no processor for many seconds on a busy machine.
     options.PATIENCE_S = 120.0
     if external := os.environ.get(EXTERNAL):
         return Kafka(external)

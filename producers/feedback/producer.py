@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 30.0
 MOST_S = 86_400
-"""Longest deadline, in seconds. librdkafka takes 0 for no limit, and locks cannot wait for any number of seconds."""
+"""Longest deadline, in seconds: a lock cannot wait without a limit. 0 is refused: librdkafka takes it for no limit."""
 Sent = TypeVar("Sent")
 """The result of `send`: an event id, or a coroutine that returns one."""
 

@@ -113,7 +113,7 @@ def wait_until_led(client: AdminClient, names: set[str]) -> None:
 
 
 def _led(client: AdminClient, names: set[str]) -> set[str]:
-    """Return the topics among `names` of which each partition's leader answers with its first offset."""
+    """Return the topics in `names` whose partitions all have a leader that answers with the first offset."""
     topics = client.list_topics(timeout=REQUEST_TIMEOUT_S).topics
     found = {name: topics[name].partitions for name in names & topics.keys()}
     led = {name for name, parts in found.items() if parts and all(part.leader >= 0 for part in parts.values())}

@@ -274,7 +274,7 @@ def test_an_answer_and_its_vote_become_an_online_batch(site: Site):
 
 
 def test_a_wrong_password_ends_a_role_in_one_line(site: Site):
-    """A command and a role of each kind: every other one looks for its log by the same code."""
+    """A command and two roles; all others look for their log by the same code."""
     for command in ("topics", "stream", "feed"):
         site.start(command, password="wrong")
     for role in site.roles.values():
