@@ -153,20 +153,6 @@ class KernelBackend:
         with self.near(old, new) as rows:
             return tuple(self.beside(made, old) for made in self.rows.changed_elements(*rows))
 
-    def scatter(self, bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
-        """Write `new_at` (uN[k]) into `bits` at `indices` (i8[k], each in range and once), in place."""
-        with self.near(bits, indices, new_at) as rows:
-            self.rows.scatter(*rows)
-            if is_on_host(rows[0]) is is_on_host(bits):
-                # The row shares their memory.
-                return
-            if isinstance(bits, np.ndarray):
-                np.copyto(bits, self.host(rows[0]))
-            else:
-                import torch
-
-                flat_row(bits).copy_(torch.as_tensor(rows[0]))
-
     def split_classes(
         self,
         kind: ElementType,
@@ -209,7 +195,6 @@ class KernelBackend:
 CPU_BACKEND = KernelBackend(
     SimpleNamespace(
         changed_elements=elements.changed_elements,
-        scatter=elements.scatter,
         fingerprint=fingerprint.fingerprint,
         fingerprint_at=fingerprint.fingerprint_at,
         fingerprint_change=fingerprint.fingerprint_change,

@@ -27,7 +27,6 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from tidemill.kernels.backend import backend_for
 from tidemill.kernels.block import (
     DIGEST_SIZE,
     PREFIX_SIZE,
@@ -37,8 +36,8 @@ from tidemill.kernels.block import (
     read_header,
 )
 from tidemill.kernels.compiled import Bits, Indices, compiled
-from tidemill.kernels.elements import AnyArray, element_type, flat_bits
-from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint_change
+from tidemill.kernels.elements import element_type, flat_bits
+from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint, fingerprint_change
 from tidemill.kernels.payload import ElementChanges, unpack
 from tidemill.kernels.wire import DeltaError
 
@@ -179,14 +178,14 @@ class BlockChange:
     """Fingerprint of the block's elements after it."""
 
 
-def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[BlockChange, ...]:
+def resolve_all(block: EncodedBlock, tensors: Mapping[str, Bits]) -> tuple[BlockChange, ...]:
     """Return the changes of a block in whole `tensors` (uN, any shape, by name); empty if they already have them.
 
     Nothing is written. Raises DeltaError if a tensor is missing or has another width or size, or the payload is
     malformed, and DeltaError if the weights have neither the base nor the target fingerprint, or if the new
     patterns would not give the target fingerprint.
     """
-    header, kind, rows = block.header, block.header.kind, list[AnyArray]()
+    header, kind, rows = block.header, block.header.kind, list[Bits]()
     for part in block.parts:
         if part.name not in tensors:
             raise DeltaError(f"the delta changes {part.name}, which these weights do not have")
@@ -196,16 +195,14 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
                 f"{part.name}: {len(flat)} elements here, {part.tensor_elements} where the delta was encoded"
             )
         rows.append(flat[part.start : part.start + part.n])
-    kernels = backend_for(rows[0])
     keys = [TensorKey.of(part.name) for part in block.parts]
-    held = [kernels.fingerprint(row, key, part.start) for part, key, row in zip(block.parts, keys, rows, strict=True)]
+    held = [fingerprint(row, key, part.start) for part, key, row in zip(block.parts, keys, rows, strict=True)]
     before = sum(held, start=ZERO)
     if before == header.target:
         return ()
     if before != header.base:
         raise DeltaError(_mismatch(block, f"hold {before.hex()}, the delta was made from {header.base.hex()}"))
-    hosted = [kernels.host(row) for row in rows]
-    first, old = (block.parts[0].start, hosted[0]) if len(rows) == 1 else (0, np.concatenate(hosted))
+    first, old = (block.parts[0].start, rows[0]) if len(rows) == 1 else (0, np.concatenate(rows))
     changes = [unpack(header.encoding, block.payload, kind, old, header.changed, first)]
     if len(rows) > 1:
         begins, cuts = np.cumsum([0, *(part.n for part in block.parts)]), np.zeros(len(rows) + 1, np.int64)
@@ -223,19 +220,17 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     )
 
 
-def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
+def apply_change(change: BlockChange, bits: Bits, offset: int = 0) -> None:
     """Write a change into `bits` (uN, contiguous), in place: the tensor, or its part that begins at `offset`.
 
     Raises DeltaError if `bits` is not contiguous or does not contain the change's range.
     """
-    if isinstance(bits, np.ndarray) and not bits.flags.c_contiguous:
+    if not bits.flags.c_contiguous:
         raise DeltaError(f"{change.name}: a delta is written into contiguous memory only")
     flat = flat_bits(bits, element_type(change.dtype))
     if not offset <= change.start <= offset + len(flat) - change.n:
         raise DeltaError(f"{change.name}: {len(flat)} elements at {offset} do not hold {change.n} at {change.start}")
-    kernels = backend_for(flat)
-    places = change.indices - offset if offset else change.indices
-    kernels.scatter(flat, kernels.beside(places, flat), kernels.beside(change.new_bits, flat))
+    flat[change.indices - offset if offset else change.indices] = change.new_bits
 
 
 @compiled

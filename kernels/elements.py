@@ -226,13 +226,6 @@ def changed_elements(old: Bits, new: Bits) -> tuple[Indices, Bits, Bits]:
     return indices[:found], old_at[:found], new_at[:found]
 
 
-def scatter(bits: Bits, indices: Indices, new_at: Bits) -> None:
-    """Write `new_at` (uN[k]) into `bits` at `indices` (i8[k]). Raises ValueError for differing sizes or widths."""
-    if indices.shape != new_at.shape or bits.dtype != new_at.dtype:
-        raise ValueError(f"{new_at.size} patterns ({new_at.dtype}) for {indices.size} elements ({bits.dtype})")
-    bits[indices] = new_at
-
-
 def _rows(room: int, like: Bits) -> tuple[Indices, Bits, Bits]:
     return np.empty(room, np.int64), np.empty(room, like.dtype), np.empty(room, like.dtype)
 

@@ -1,4 +1,4 @@
-"""Kernels on a GPU over rows of bit patterns: compare and compact, gather and scatter, the linear fingerprint.
+"""Kernels on a GPU over rows of bit patterns: compare and compact, gather, the linear fingerprint.
 
 Kernels are compiled for the GPU that holds their tensors, or run by Triton's interpreter on the CPU if
 TRITON_INTERPRET=1 was set before triton was first imported. Invariants of every kernel, also in the other modules:
@@ -38,9 +38,13 @@ device function, with Triton values as arguments and result."""
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
-    """Apply `triton.jit`, typed. Scalars named `start` or `key_*` differ on each call and are not compiled in."""
+    """Apply `triton.jit`, typed.
+
+    Scalars named `start`, `n`, `n_*` or `key_*` differ from call to call. Nothing about them is compiled in, not even
+    that 16 divides them: a tensor of another length would otherwise wait for the compiler.
+    """
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    varying = [name for name in names if name == "start" or name.startswith("key_")]
+    varying = [name for name in names if name in ("start", "n") or name.startswith(("n_", "key_"))]
     return triton.jit(function, do_not_specialize=varying)
 
 
@@ -73,12 +77,6 @@ def check_places(indices: torch.Tensor, patterns: torch.Tensor) -> None:
             f"{list(indices.shape)} indices ({indices.dtype}) on {indices.device} "
             f"for {list(patterns.shape)} patterns on {patterns.device}"
         )
-
-
-def check_type(bits: torch.Tensor, patterns: torch.Tensor) -> None:
-    """Raise ValueError unless two rows have the same type and device."""
-    if bits.dtype != patterns.dtype or bits.device != patterns.device:
-        raise ValueError(f"{patterns.dtype} on {patterns.device} for {bits.dtype} on {bits.device}")
 
 
 TILE_BYTES = 8192
@@ -186,23 +184,6 @@ def gather_patterns(
     tl.store(taken_pointer + at, tl.load(bits_pointer + index, mask=held, other=0), mask=inside)
 
 
-@kernel
-def scatter_patterns(
-    bits_pointer: tl.tensor,
-    indices_pointer: tl.tensor,
-    new_pointer: tl.tensor,
-    n: tl.int64,
-    n_bits: tl.int64,
-    TILE: tl.constexpr,
-) -> None:
-    """Write bits[indices[k]] = new[k] for k < n; nothing for an index outside the tensor."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < n
-    index = tl.load(indices_pointer + at, mask=inside, other=0)
-    held = inside & (index >= 0) & (index < n_bits)
-    tl.store(bits_pointer + index, tl.load(new_pointer + at, mask=inside, other=0), mask=held)
-
-
 def changed_elements(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the result of `kernels.elements.changed_elements` for the same arrays, contiguous."""
     indices = compare_and_compact(old, new)
@@ -217,15 +198,6 @@ def take(bits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if taken.numel():
         gather_patterns[(tiles(taken.numel(), TILE),)](flat, places, taken, taken.numel(), flat.numel(), TILE=TILE)
     return taken
-
-
-def scatter(bits: torch.Tensor, indices: torch.Tensor, new_at: torch.Tensor) -> None:
-    """Write `new_at` (uN[n]) into `bits`, contiguous, at `indices` (i8[n], each once), in place."""
-    flat, places, new = flat_patterns(bits), flat_row(indices), flat_patterns(new_at)
-    check_places(places, new)
-    check_type(flat, new)
-    if new.numel():
-        scatter_patterns[(tiles(new.numel(), TILE),)](flat, places, new, new.numel(), flat.numel(), TILE=TILE)
 
 
 PROGRAMS = 2048

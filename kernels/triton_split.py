@@ -20,7 +20,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from tidemill.kernels.classes import SEGMENT, Active, ClassTable
 from tidemill.kernels.elements import ElementType, flat_row
-from tidemill.kernels.triton_rows import check_places, check_type, flat_patterns, kernel, tiles
+from tidemill.kernels.triton_rows import check_places, flat_patterns, kernel, tiles
 
 CLASSES_IN_WORD = 4
 BLOCK_LIMIT = (1 << 32) - 1
@@ -285,7 +285,8 @@ def split_classes(
     """
     flat, new, places = flat_patterns(old), flat_patterns(new_at), flat_row(indices)
     check_places(places, new)
-    check_type(flat, new)
+    if flat.dtype != new.dtype or flat.device != new.device:
+        raise ValueError(f"{new.dtype} on {new.device} for {flat.dtype} on {flat.device}")
     if flat.numel() > BLOCK_LIMIT:
         raise ValueError(f"{flat.numel()} elements in a block; their ranks have 32 bits")
     if class_table.size != kind.exponents or active_segments.size != tiles(flat.numel(), SEGMENT):

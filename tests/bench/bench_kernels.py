@@ -32,7 +32,6 @@ from measuring import cpu_seconds, say
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
 from tidemill.kernels.classes import ClassTable, all_active
-from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME, ElementType, TensorChange
 from tidemill.kernels.fingerprint import TensorKey
 from tidemill.kernels.payload import choose_table
@@ -91,11 +90,10 @@ def make_step(kind: ElementType, n: int, density: float, seed: int) -> Step:
 def works(kernels: KernelBackend, step: Step, place: Callable[[np.ndarray], Any]) -> Iterator[Work]:
     """Yield every kernel on the arrays of a step; `place` moves them to the backend's device."""
     old, new, indices = place(step.old), place(step.new), place(step.indices)
-    old_at, new_at, held = place(step.old[step.indices]), place(step.new[step.indices]), place(step.old.copy())
+    old_at, new_at = place(step.old[step.indices]), place(step.new[step.indices])
     dense, n, size = step.old.nbytes, len(step.indices), step.kind.bits.itemsize
     written = n * (INDEX_BYTES + 2 * size)
     yield Work("changed_elements", 2 * dense + written, lambda: kernels.changed_elements(old, new))
-    yield Work("scatter", n * (INDEX_BYTES + 2 * size), lambda: kernels.scatter(held, indices, new_at))
     yield Work("fingerprint", dense, lambda: kernels.fingerprint(old, KEY))
     yield Work(
         "fingerprint_change",
@@ -146,31 +144,23 @@ def check(kernels: KernelBackend, step: Step, place: Callable[[np.ndarray], Any]
     for mine, twin in pairs:
         for found, expected in zip(as_arrays(mine.run()), as_arrays(twin.run()), strict=True):
             np.testing.assert_array_equal(found, expected, err_msg=f"{mine.name} of {step.kind.name}")
-    held, at = place(step.old.copy()), place(step.indices)
-    kernels.scatter(held, at, place(step.new[step.indices]))
-    np.testing.assert_array_equal(as_arrays(held)[0], step.new, err_msg=f"scatter of {step.kind.name}")
 
 
 def check_stream(step: Step, place: Callable[[np.ndarray], Any]) -> None:
-    """Check that a delta of GPU tensors equals that of numpy arrays, and applies on the GPU. Raises AssertionError."""
+    """Check that a delta of GPU tensors equals that of numpy arrays. Raises AssertionError."""
     expected = list(encode_delta(1, 0, [TensorChange("w", step.kind.name, step.old, step.new)]))
-    held = place(step.old)
-    found = list(encode_delta(1, 0, [TensorChange("w", step.kind.name, held, place(step.new))]))
+    found = list(encode_delta(1, 0, [TensorChange("w", step.kind.name, place(step.old), place(step.new))]))
     assert found == expected, f"the delta of {step.kind.name} differs"
-    for block in decode_delta(found, 1, 0):
-        for change in resolve_all(block, {"w": held}):
-            apply_change(change, held)
-    np.testing.assert_array_equal(as_arrays(held)[0], step.new, err_msg=f"apply of {step.kind.name}")
 
 
 def check_far_offsets(kernels: KernelBackend) -> None:
-    """Check elements beyond 2**32 in a tensor of bytes: comparison, scatter and fingerprint."""
+    """Check elements beyond 2**32 in a tensor of bytes: comparison and fingerprint."""
     n = (1 << 32) + 4099
     old, new = (torch.zeros(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     places = torch.tensor([0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, n - 1], device="cuda")
     patterns = torch.arange(1, 7, dtype=torch.uint8, device="cuda")
     empty = kernels.fingerprint(old, KEY)
-    kernels.scatter(new, places, patterns)
+    new[places] = patterns
     found, _, there = kernels.changed_elements(old, new)
     np.testing.assert_array_equal(found.cpu().numpy(), places.cpu().numpy())
     np.testing.assert_array_equal(there.cpu().numpy(), patterns.cpu().numpy())

@@ -53,7 +53,6 @@ def launch_all(name: str) -> None:
     bits = torch.zeros(10_000, dtype={8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[kind.width])
     at = triton_rows.take(bits, places)
     triton_rows.compare_and_compact(bits, bits)
-    triton_rows.scatter(bits, places, at)
     triton_rows.fingerprint(bits, key)
     triton_rows.fingerprint_at(at, key, places)
     triton_rows.fingerprint_change(key, places, at, at)

@@ -5,13 +5,11 @@ import logging
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.reference import assert_same_results
 from tidemill.kernels import backend, fingerprint
 from tidemill.kernels.backend import CPU_BACKEND, backend_for, choose
 from tidemill.kernels.block import CodecSettings
-from tidemill.kernels.elements import changed_elements
 from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import TensorKey
 
@@ -129,9 +127,6 @@ def test_the_fallback_is_logged_once_and_gives_the_same_bytes(monkeypatch, caplo
     held = on_gpu(OLD)
     with caplog.at_level(logging.WARNING):
         assert backend_for(held).fingerprint(held, KEY) == fingerprint.fingerprint(OLD, KEY)
-        places = changed_elements(OLD, NEW)[0]
-        backend_for(held).scatter(held, on_gpu(places), on_gpu(NEW[places]))
-    assert torch.equal(held.as_subclass(torch.Tensor), torch.from_numpy(NEW))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "cuda:0" in record.message
@@ -158,40 +153,14 @@ def test_cpu_tensors_have_the_same_results():
     assert_same_results(CPU_BACKEND, torch.from_numpy)
 
 
-class Copies(TorchDispatchMode):
-    """Records the sizes of the tensors that torch copies whole while this mode is active."""
-
-    def __init__(self):
-        super().__init__()
-        self.written = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.written.append(args[0].numel())
-        return func(*args, **kwargs or {})
-
-
-def test_a_scatter_into_a_cpu_tensor_does_not_copy_the_tensor():
-    held = torch.from_numpy(OLD.copy())
-    with Copies() as copies:
-        backend_for(held).scatter(held, torch.tensor([3]), torch.tensor([9], dtype=torch.uint16))
-    assert held[3] == 9 and held.numel() not in copies.written
-
-
 def test_a_tensor_of_any_type_is_read_as_bit_patterns():
     values = torch.randn(100, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     assert backend_for(values).fingerprint(values, KEY) == fingerprint.fingerprint(
         values.view(torch.uint16).numpy(), KEY
     )
-    backend_for(values).scatter(values, torch.tensor([3]), torch.tensor([float("nan")], dtype=torch.bfloat16))
-    assert torch.isnan(values).nonzero().tolist() == [[3]]
 
 
 def test_arguments_that_do_not_match_are_refused():
-    with pytest.raises(ValueError, match="2 patterns"):
-        backend_for(OLD.copy()).scatter(OLD.copy(), np.zeros(3, np.int64), np.zeros(2, np.uint16))
-    with pytest.raises(ValueError, match="uint8"):
-        backend_for(OLD.copy()).scatter(OLD.copy(), np.zeros(2, np.int64), np.zeros(2, np.uint8))
     with pytest.raises(ValueError, match="not contiguous"):
         backend_for(torch.zeros(4, 4)[:, 1]).fingerprint(torch.zeros(4, 4)[:, 1], KEY)
     with pytest.raises(TypeError, match="complex128"):
