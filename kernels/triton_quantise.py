@@ -138,7 +138,10 @@ def dequantise_tile(
         factor = decode(scale, 3, 7, 7, 0x7E) * outer
     else:
         factor = (scale << 23).to(tl.float32, bitcast=True)
-    tl.store(values_pointer + at, decode(codes, MANTISSA, BIAS, SIGN, TOP) * factor, mask=inside)
+    values = decode(codes, MANTISSA, BIAS, SIGN, TOP) * factor
+    # A GPU's NaN has another pattern than a CPU's.
+    values = tl.where(values == values, values.to(tl.int32, bitcast=True), 0x7FC00000).to(tl.float32, bitcast=True)
+    tl.store(values_pointer + at, values, mask=inside)
 
 
 def quantise(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
