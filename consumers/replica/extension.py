@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from multiprocessing import parent_process
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -36,14 +33,10 @@ from tidemill.consumers.replica.cpu_layers import (
     require_tokenwise,
     scatter_sums,
 )
-from tidemill.consumers.replica.live_weights import LiveWeights, WeightWrite, WholeWrite
-from tidemill.consumers.replica.plugin import Answer, die_with, fixed_shapes, register
-from tidemill.consumers.replica.ranks import HeldBoxes, taken_over
+from tidemill.consumers.replica.live_weights import Answer, LiveWeights, RankWeights
+from tidemill.consumers.replica.plugin import die_with, fixed_shapes, register
 from tidemill.consumers.replica.weight_map import UnsupportedModelError, record_map
-from tidemill.kernels.backend import backend_for
-from tidemill.kernels.fingerprint import ZERO, TensorKey
 from tidemill.kernels.weights.bits import TensorSpec
-from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.schemas.expert_ids import ExpertIds
 
 logger = logging.getLogger(__name__)
@@ -54,55 +47,6 @@ register()
 CPUUnquantizedExperts.apply = apply_held
 CPUUnquantizedExperts.process_weights_after_loading = pack_held
 CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
-
-
-class RankWeights:
-    """One rank's live weights, with the staged write, the last update, and the thread that prepares and proves."""
-
-    def __init__(self, live: LiveWeights) -> None:
-        self.live = live
-        self.staged: WeightWrite | WholeWrite | None = None
-        self.undo: WeightWrite | None = None
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-rank")
-        self.work: Future[Answer] | None = None
-
-    def stage(self, path: str, digest: str) -> Answer:
-        """Prepare a write of changes that the server shared in memory."""
-        started = time.monotonic()
-        self.staged = self.live.prepare(taken_over(path, digest))
-        return {"stage_ms": 1e3 * (time.monotonic() - started)}
-
-    def load(self, directory: str) -> Answer:
-        """Prepare a write of everything, from a checkpoint directory."""
-        started, tensors = time.monotonic(), map_checkpoint(Path(directory))
-        self.staged = self.live.prepare_whole((name, bits_in_memory(tensors, name)) for name in self.live.layouts)
-        return {"stage_ms": 1e3 * (time.monotonic() - started)}
-
-    def prove(self) -> Answer:
-        """Fingerprint this rank's elements, in the order of `boxes`: u8[boxes, 2]."""
-        found: list[tuple[int, int]] = []
-        for name, layout in self.live.layouts.items():
-            key = TensorKey.of(name)
-            prints = dict.fromkeys(layout.boxes, ZERO)
-            for box, begin, bits in self.live.pieces(name):
-                kernels = backend_for(bits)
-                if box.dense:
-                    prints[box] += kernels.fingerprint(bits, key, box.source + begin)
-                else:
-                    where = kernels.beside(box.indices(begin, len(bits)), bits)
-                    prints[box] += kernels.fingerprint_at(bits, key, where)
-            found += [(one.lo, one.hi) for one in prints.values()]
-        return {"prints": np.array(found, dtype=np.uint64).reshape(-1, 2)}
-
-    def boxes(self) -> HeldBoxes:
-        """Return this rank's elements of each tensor, as `ranks.HeldBoxes`."""
-        rows: list[tuple[int, ...]] = []
-        for number, layout in enumerate(self.live.layouts.values()):
-            for box in layout.boxes:
-                # Elements that are adjacent in the tensor are one row, also if they are not in this rank's storage.
-                shape = (1, box.length, box.length) if box.dense else (box.rows, box.row, box.pitch)
-                rows.append((number, box.source, *shape))
-        return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
 
 class ExpertCapture:
@@ -226,22 +170,8 @@ class ReplicaExtension:
     @_answered
     def tidemill_commit(self) -> Answer:
         """Write the staged elements, all or none."""
-        rank, begun = self._tidemill, time.monotonic()
-        staged, rank.staged, rank.undo = rank.staged, None, None
-        if isinstance(staged, WeightWrite):
-            rank.live.commit(staged)
-            rank.undo = staged
-        elif staged is not None:
-            rank.live.write_whole(staged)
-        else:
-            raise ValueError("nothing is staged that could be written")
-        return {"apply_ms": 1e3 * (time.monotonic() - begun)}
+        return self._tidemill.commit()
 
     @_answered
     def tidemill_undo(self) -> Answer:
-        rank = self._tidemill
-        undo, rank.undo = rank.undo, None
-        if undo is None:
-            raise ValueError("there is no update to undo")
-        rank.live.take_back(undo)
-        return {}
+        return self._tidemill.take_back()

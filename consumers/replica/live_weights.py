@@ -8,21 +8,30 @@ the next forward pass uses, because both use the parameters' own storage.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from tidemill.consumers.replica.places import Box, DeviceStorage, Elements, HostStorage, Layout
+from tidemill.consumers.replica.ranks import HeldBoxes, taken_over
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
+from tidemill.kernels.backend import backend_for
 from tidemill.kernels.compiled import Bits, Indices
 from tidemill.kernels.elements import AnyArray
+from tidemill.kernels.fingerprint import ZERO, TensorKey
 from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.mirror import ElementChange
 
 HOST = "cpu"
+Answer = dict[str, Any]
+"""The answer of a rank: `fault` (empty if there is none), and the values that its method returns."""
 _PIECE = 1 << 20
 """Elements per read: limits the memory of a proof to a few MiB."""
 
@@ -168,3 +177,73 @@ class LiveWeights:
                 if bits is None:
                     raise ValueError(f"a live element of {name} is no value of the checkpoint's type")
                 yield box, begin, bits
+
+
+class RankWeights:
+    """One rank's live weights, with the staged write, the last update, and the thread that prepares and proves."""
+
+    def __init__(self, live: LiveWeights) -> None:
+        self.live = live
+        self.staged: WeightWrite | WholeWrite | None = None
+        self.undo: WeightWrite | None = None
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-rank")
+        self.work: Future[Answer] | None = None
+
+    def stage(self, path: str, digest: str) -> Answer:
+        """Prepare a write of changes that the server shared in memory."""
+        started = time.monotonic()
+        self.staged = self.live.prepare(taken_over(path, digest))
+        return {"stage_ms": 1e3 * (time.monotonic() - started)}
+
+    def load(self, directory: str) -> Answer:
+        """Prepare a write of everything, from a checkpoint directory."""
+        started, tensors = time.monotonic(), map_checkpoint(Path(directory))
+        self.staged = self.live.prepare_whole((name, bits_in_memory(tensors, name)) for name in self.live.layouts)
+        return {"stage_ms": 1e3 * (time.monotonic() - started)}
+
+    def prove(self) -> Answer:
+        """Fingerprint this rank's elements, in the order of `boxes`: u8[boxes, 2]."""
+        found: list[tuple[int, int]] = []
+        for name, layout in self.live.layouts.items():
+            key = TensorKey.of(name)
+            prints = dict.fromkeys(layout.boxes, ZERO)
+            for box, begin, bits in self.live.pieces(name):
+                kernels = backend_for(bits)
+                if box.dense:
+                    prints[box] += kernels.fingerprint(bits, key, box.source + begin)
+                else:
+                    where = kernels.beside(box.indices(begin, len(bits)), bits)
+                    prints[box] += kernels.fingerprint_at(bits, key, where)
+            found += [(one.lo, one.hi) for one in prints.values()]
+        return {"prints": np.array(found, dtype=np.uint64).reshape(-1, 2)}
+
+    def boxes(self) -> HeldBoxes:
+        """Return this rank's elements of each tensor, as `ranks.HeldBoxes`."""
+        rows: list[tuple[int, ...]] = []
+        for number, layout in enumerate(self.live.layouts.values()):
+            for box in layout.boxes:
+                # Elements that are adjacent in the tensor are one row, also if they are not in this rank's storage.
+                shape = (1, box.length, box.length) if box.dense else (box.rows, box.row, box.pitch)
+                rows.append((number, box.source, *shape))
+        return np.array(rows, dtype=np.int64).reshape(-1, 5)
+
+    def commit(self) -> Answer:
+        """Write the staged elements, all or none. Raises ValueError if nothing is staged."""
+        begun, staged = time.monotonic(), self.staged
+        self.staged = self.undo = None
+        if isinstance(staged, WeightWrite):
+            self.live.commit(staged)
+            self.undo = staged
+        elif staged is not None:
+            self.live.write_whole(staged)
+        else:
+            raise ValueError("nothing is staged that could be written")
+        return {"apply_ms": 1e3 * (time.monotonic() - begun)}
+
+    def take_back(self) -> Answer:
+        """Undo the last commit. Raises ValueError if there is none that can be undone."""
+        undo, self.undo = self.undo, None
+        if undo is None:
+            raise ValueError("there is no update to undo")
+        self.live.take_back(undo)
+        return {}
