@@ -251,11 +251,15 @@ def _place(short: ShortRuns, states: Tensor, into: Tensor) -> None:
 def _attend(states: Three, scale: float, *, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Make one call: return output [B, heads, N, d] and logarithm of the sum of exponentials [B, heads, N]."""
     query, key, value = states
-    if _has_kernel(query, value):
-        made: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *states, 0.0, causal, attn_mask=None if mask is None else mask.to(query.dtype), scale=scale
-        )
-        return made
+    if _has_kernel(query, value, mask):
+        made: tuple[Tensor, ...]
+        if query.device.type == "cpu":
+            made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *states, 0.0, causal, attn_mask=None if mask is None else mask.to(query.dtype), scale=scale
+            )
+        else:
+            made = torch.ops.aten._scaled_dot_product_flash_attention(*states, 0.0, causal, scale=scale)
+        return made[0], made[1]
     scores = _scores(query, key, scale, causal, mask)
     lse = scores.logsumexp(-1)
     out = (scores - lse[..., None]).exp().to(value.dtype) @ value[:, :, None]
@@ -270,11 +274,20 @@ def _slopes(states: Three, made: Three, scale: float, *, causal: bool = False, m
     """
     query, key, value = states
     grad, out, lse = made
-    if _has_kernel(query, value):
-        grads: Three = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *states, out, lse[..., 0], 0.0, causal,
-            attn_mask=None if mask is None else mask.to(query.dtype), scale=scale,
-        )  # fmt: skip
+    if _has_kernel(query, value, mask):
+        grads: Three
+        if query.device.type == "cpu":
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, *states, out, lse[..., 0], 0.0, causal,
+                attn_mask=None if mask is None else mask.to(query.dtype), scale=scale,
+            )  # fmt: skip
+        else:
+            # The kernel reads the logarithms as one block of memory. Without dropout it reads no random state.
+            sums, random = lse[..., 0].contiguous(), torch.empty(0, dtype=torch.uint64, device=query.device)
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                grad, *states, out, sums, None, None, query.shape[2], key.shape[2], 0.0, causal, random, random,
+                scale=scale,
+            )  # fmt: skip
         return grads
     grad, query, out, lse = (x.view(x.shape[0], key.shape[1], -1, *x.shape[2:]) for x in (grad, query, out, lse))
     weights = (_scores(states[0], key, scale, causal, mask) - lse).exp()
@@ -283,9 +296,15 @@ def _slopes(states: Three, made: Three, scale: float, *, causal: bool = False, m
     return (scores @ key[:, :, None]).flatten(1, 2), (scores.mT @ query).sum(2), (weights.mT @ grad).sum(2)
 
 
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch has a call that also returns the logarithm: on a CPU, for heads of equal width."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether torch has a call that also returns the logarithm, for heads of equal width.
+
+    On a CPU it always has one. On a GPU it is flash attention, for numbers of 16 bits and without a mask.
+    """
+    width = query.shape[-1]
+    if width != value.shape[-1] or query.device.type == "cpu":
+        return width == value.shape[-1]
+    return query.device.type == "cuda" and query.element_size() == 2 and mask is None and width in range(8, 257, 8)
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:

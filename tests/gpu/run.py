@@ -51,11 +51,14 @@ def checks(rehearse: bool) -> list[GpuCheck]:
     small = ["--elements", "4096", "--runs", "1"] if rehearse else ["--runs", "5"]
     smaller = ["--small"] if rehearse else []
     kinds = ["--densities", "0.01", "--dtypes", "bfloat16"]
+    strict = {**where, "TIDEMILL_KERNELS": "strict"}
     made = [
-        GpuCheck("kernels_equal_their_twins", ["-m", "pytest", *options, *CASES], 220, where, _counted),
-        GpuCheck("kernels_speed", ["tests/bench/bench_kernels.py", *kinds, *small], 120, {}, _lines),
-        GpuCheck("delta_speed", ["-m", "tests.gpu.delta_speed", *smaller], 80, where, _lines),
-        GpuCheck("train_step", ["-m", "tests.gpu.train_step", *smaller], 160, where, _lines),
+        GpuCheck("kernels_equal_their_twins", ["-m", "pytest", *options, *CASES], 100, where, _counted),
+        GpuCheck("kernels_speed", ["tests/bench/bench_kernels.py", *kinds, *small], 90, {}, _lines),
+        GpuCheck("delta_speed", ["-m", "tests.gpu.delta_speed", *smaller], 50, where, _lines),
+        GpuCheck("live_weights", ["-m", "tests.gpu.live_weights", *smaller], 50, strict, _lines),
+        GpuCheck("step_agreement", ["-m", "tests.gpu.step_agreement", *smaller], 80, where, _lines),
+        GpuCheck("train_step", ["-m", "tests.gpu.train_step", *smaller], 185, where, _lines),
     ]
     return [replace(check, seconds=REHEARSAL_S) for check in made] if rehearse else made
 
@@ -74,8 +77,11 @@ def run_check(check: GpuCheck) -> dict[str, Any]:
             timeout=check.seconds,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return {"passed": False, "seconds": check.seconds, "problem": f"not done within {check.seconds:g} s"}
+    except subprocess.TimeoutExpired as error:
+        late = f"not done within {check.seconds:g} s"
+        # Bytes, whatever was asked for.
+        so_far = (error.stdout or b"").decode(errors="replace")
+        return {"passed": False, "seconds": check.seconds, "problem": "\n".join([late, *so_far[-3000:].splitlines()])}
     told: dict[str, Any] = {"passed": done.returncode == 0, "seconds": round(time.monotonic() - begun, 1)}
     if done.returncode:
         told["problem"] = (done.stdout[-3000:] + done.stderr[-1000:]).strip()

@@ -1,10 +1,11 @@
-"""Two optimizer steps on a device, twice, one JSON line per model: `python -m tests.gpu.train_step [--small]`.
+"""Three optimizer steps on a device, twice, one JSON line per model: `python -m tests.gpu.train_step [--small]`.
 
-Models are random: SmolLM2's shape, and Qwen3's of 0.6 and 4 billion parameters; `--small` is one of 2 million. Both
+Models are random: SmolLM2's shape, and Qwen3's of 0.6 and 4 billion parameters; `--small` is one of 0.4 million. Both
 runs start from the same weights, and the weights after them are compared bit for bit. `seconds` is the time of the
-second step of the first run. `of_peak` is its share of the device's peak in bf16, if that is known: forward and
+last step of the second run. `of_peak` is its share of the device's peak in bf16, if that is known: forward and
 backward, without recomputation. `planned_gb` is the sum of `tidemill plan`, to compare with the peak memory of the
-device. `delta_bytes` is the size of the delta of the second step.
+steps. `publish_s` is the time to compare and encode the last version on the device, `delta_bytes` the size of its
+delta, and `changed` the share of changed bf16 weights at this learning rate.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from tests.bench.bench_plan import long_group
-from tests.kernels.encoding import encode_delta
-from tests.trainer.conftest import fingerprint_of
 from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
-from tidemill.kernels.elements import TensorChange
+from tidemill.kernels.fingerprint import ZERO
+from tidemill.kernels.weights.delta_shard import DeltaShard
+from tidemill.kernels.weights.held import HeldVersion
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.model_size import size_of
-from tidemill.trainer.serving_view import ServingView, serving_view
+from tidemill.trainer.serving_view import local_parts
 from tidemill.trainer.step import Learner
 
 DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
@@ -54,68 +55,74 @@ SMALL = Qwen3Config(
 def main() -> None:
     """Train each model twice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="one small model, short rows")
-    parser.add_argument("--rows", type=int, default=4, help="rows of a step")
+    parser.add_argument("--small", action="store_true", help="one small model, short rollouts")
+    parser.add_argument("--rollouts", type=int, default=16, help="rollouts of a step")
+    parser.add_argument("--in-row", type=int, default=8, help="rollouts of a row")
     chosen = parser.parse_args()
-    models, row_tokens = ({"small": SMALL}, 64) if chosen.small else (MODELS, 2048)
+    models, tokens = ({"small": SMALL}, 64) if chosen.small else (MODELS, 2048)
     for name, config in models.items():
-        first, again = (train(config, chosen.rows, row_tokens) for _ in range(2))
-        print(json.dumps({"figure": "train_step", "model": name, "device": DEVICE, **first,
+        first, again = (train(config, chosen, tokens, publish=publish) for publish in (False, True))
+        print(json.dumps({"figure": "train_step", "model": name, "device": DEVICE, **again,
                           "twice_equal": first["fingerprint"] == again["fingerprint"]}), flush=True)  # fmt: skip
         assert first["fingerprint"] == again["fingerprint"], f"{name}: two runs gave different weights"
 
 
-def train(config: PretrainedConfig, rows: int, row_tokens: int) -> dict[str, Any]:
-    """Take two steps from seeded weights and return the figures of the second one."""
+def train(config: PretrainedConfig, chosen: argparse.Namespace, tokens: int, *, publish: bool) -> dict[str, Any]:
+    """Take three steps from seeded weights and return the figures of the last one; `publish` the last two versions."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     settings = TrainerSettings(
         kl=KlSettings(coefficient=0.0),
         optimizer=OptimizerSettings(learning_rate=1e-6),
-        row_tokens=row_tokens,
+        row_tokens=chosen.in_row * tokens,
         device=DEVICE,
         checkpoint_activations=True,
     )
     learner = Learner(model, settings, None)
-    group = long_group(rows, row_tokens, config.vocab_size, row_tokens // 2)
+    size, group = size_of(model), long_group(chosen.rollouts, tokens, config.vocab_size, tokens // 2)
     learner.train([group], 1, 0, seed=1)
-    before = serving_view(learner.model)
-    begun = time.perf_counter()
-    found = learner.train([group], 2, 1, seed=2).metrics
-    if DEVICE != "cpu":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    after, size = serving_view(learner.model), size_of(model)
-    case = TrainerCase(
-        1, row_tokens, reference=False, compute_bytes=4 if DEVICE == "cpu" else 2, checkpointed=True,
+    version = HeldVersion.copy_of(1, local_parts(learner.model, first=True)) if publish else None
+    told: dict[str, Any] = {}
+    for step in (2, 3):
+        if DEVICE != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        found = learner.train([group], step, step - 1, seed=step).metrics
+        if DEVICE != "cpu":
+            torch.cuda.synchronize()
+        seconds, peak = time.perf_counter() - begun, torch.cuda.max_memory_allocated() if DEVICE != "cpu" else 0
+        new = local_parts(learner.model, first=True, on_device=True)
+        if version is not None:
+            begun = time.perf_counter()
+            with DeltaShard(step, step - 1, version.take_over(step, new, on_device=True)) as shard:
+                told |= {"publish_s": time.perf_counter() - begun, "delta_bytes": shard.n_bytes}
+                told["changed"] = shard.n_changed / size.parameters
+                version.becomes(step, [shard.covered])
+            # In the CPU's memory, as before, so that the peak is that of the step.
+            version = version.snapshot()
+    work, case = found["flops/forward"] + found["flops/backward"], TrainerCase(
+        1, settings.row_tokens, reference=False, compute_bytes=4 if DEVICE == "cpu" else 2, checkpointed=True,
         gpu=DEVICE != "cpu", density=0.0, delta_bytes=0.0, beside=False, on_device=False, older=False,
     )  # fmt: skip
-    work = found["flops/forward"] + found["flops/backward"]
-    told = {
+    told |= {
         "parameters": size.parameters,
-        "row_tokens": row_tokens,
+        "tokens": found["packing/computed"],
+        "row_tokens": settings.row_tokens,
+        "learning_rate": settings.optimizer.learning_rate,
         "seconds": seconds,
         "tokens_per_s": found["packing/computed"] / seconds,
         "tflops": work / seconds / 1e12,
         "of_peak": share_of_peak(work / seconds / 1e12),
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if DEVICE != "cpu" else None,
+        "peak_gb": peak / 1e9 or None,
         "planned_gb": sum(trainer_bytes(size, case).values()) / 1e9,
-        "delta_bytes": delta_bytes(before, after),
-        "changed": sum(int((before[name] != after[name]).sum()) for name in after) / size.parameters,
-        "fingerprint": fingerprint_of(after),
+        "fingerprint": sum((part.fingerprint() for part in new.values()), start=ZERO).hex(),
     }
-    del learner, model
+    del learner, model, version, new
     gc.collect()
     if DEVICE != "cpu":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     return told
-
-
-def delta_bytes(before: ServingView, after: ServingView) -> int:
-    """Return the number of bytes of the delta between two versions."""
-    changes = (TensorChange(name, "bfloat16", before[name], after[name]) for name in after)
-    return sum(map(len, encode_delta(2, 1, changes)))
 
 
 def share_of_peak(tflops: float) -> float | None:

@@ -135,7 +135,7 @@ def test_tree_attention_equals_attention_with_the_trees_mask(heads, kv_heads, wi
     upstream = torch.from_numpy(rng.normal(size=(1, heads, length, width)))
     with pytest.MonkeyPatch.context() as patched:
         if not kernel:
-            patched.setattr(attention, "_has_kernel", lambda _query, _value: False)
+            patched.setattr(attention, "_has_kernel", lambda *_: False)
         out = TreeAttention.apply(*states, attention.tree_calls(parents), 0.7)
         grads = torch.autograd.grad(out, states, upstream)
     expected = by_mask(*states, parents, 0.7)
