@@ -33,8 +33,8 @@ from tidemill.consumers.replica.cpu_layers import (
     require_tokenwise,
     scatter_sums,
 )
-from tidemill.consumers.replica.live_weights import Answer, LiveWeights, RankWeights
-from tidemill.consumers.replica.plugin import die_with, fixed_shapes, register
+from tidemill.consumers.replica.live_weights import LiveWeights, RankWeights
+from tidemill.consumers.replica.plugin import Answer, die_with, fixed_shapes, register
 from tidemill.consumers.replica.weight_map import UnsupportedModelError, record_map
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.schemas.expert_ids import ExpertIds

@@ -30,8 +30,6 @@ from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.mirror import ElementChange
 
 HOST = "cpu"
-Answer = dict[str, Any]
-"""The answer of a rank: `fault` (empty if there is none), and the values that its method returns."""
 _PIECE = 1 << 20
 """Elements per read: limits the memory of a proof to a few MiB."""
 
@@ -187,21 +185,21 @@ class RankWeights:
         self.staged: WeightWrite | WholeWrite | None = None
         self.undo: WeightWrite | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-rank")
-        self.work: Future[Answer] | None = None
+        self.work: Future[dict[str, Any]] | None = None
 
-    def stage(self, path: str, digest: str) -> Answer:
+    def stage(self, path: str, digest: str) -> dict[str, Any]:
         """Prepare a write of changes that the server shared in memory."""
         started = time.monotonic()
         self.staged = self.live.prepare(taken_over(path, digest))
         return {"stage_ms": 1e3 * (time.monotonic() - started)}
 
-    def load(self, directory: str) -> Answer:
+    def load(self, directory: str) -> dict[str, Any]:
         """Prepare a write of everything, from a checkpoint directory."""
         started, tensors = time.monotonic(), map_checkpoint(Path(directory))
         self.staged = self.live.prepare_whole((name, bits_in_memory(tensors, name)) for name in self.live.layouts)
         return {"stage_ms": 1e3 * (time.monotonic() - started)}
 
-    def prove(self) -> Answer:
+    def prove(self) -> dict[str, Any]:
         """Fingerprint this rank's elements, in the order of `boxes`: u8[boxes, 2]."""
         found: list[tuple[int, int]] = []
         for name, layout in self.live.layouts.items():
@@ -227,7 +225,7 @@ class RankWeights:
                 rows.append((number, box.source, *shape))
         return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
-    def commit(self) -> Answer:
+    def commit(self) -> dict[str, Any]:
         """Write the staged elements, all or none. Raises ValueError if nothing is staged."""
         begun, staged = time.monotonic(), self.staged
         self.staged = self.undo = None
@@ -240,7 +238,7 @@ class RankWeights:
             raise ValueError("nothing is staged that could be written")
         return {"apply_ms": 1e3 * (time.monotonic() - begun)}
 
-    def take_back(self) -> Answer:
+    def take_back(self) -> dict[str, Any]:
         """Undo the last commit. Raises ValueError if there is none that can be undone."""
         undo, self.undo = self.undo, None
         if undo is None:

@@ -48,12 +48,13 @@ from vllm.v1.engine.core import EngineCore
 from tidemill.consumers.replica.activations import Product, product_of
 from tidemill.consumers.replica.environment import INVARIANT_VARIABLE, PARENT_VARIABLE
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
-from tidemill.consumers.replica.live_weights import Answer
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _WINDOW_S, _KEPT = 5.0, 1024
+Answer = dict[str, Any]
+"""The answer of a rank: `fault` (empty if there is none), and the values that its method returns."""
 
 
 class CoreUpdates:

@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from tests.gpu.delta_speed import DEVICE, seconds
-from tidemill.consumers.replica.live_weights import Answer, LiveWeights, RankWeights
+from tidemill.consumers.replica.live_weights import LiveWeights, RankWeights
 from tidemill.consumers.replica.ranks import RankCoverage, handed_over
 from tidemill.consumers.replica.weight_map import record_map
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey, fingerprint
@@ -87,7 +88,7 @@ def main() -> None:
     rank, times = RankWeights(live), dict[str, list[float]]()
     coverage = RankCoverage(model.tensors, [rank.boxes()])
 
-    def timed(name: str, run: Callable[[], Answer]) -> Answer:
+    def timed(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         begun = time.perf_counter()
         answer = run()
         times.setdefault(name, []).append(1e3 * (time.perf_counter() - begun))
