@@ -2,7 +2,7 @@
 
 For a trainer, the peak of a step is counted: the backward pass of a row begins, gradients of the previous rows are in
 memory, and the previous version is being published. On a CPU the sum is within 15 % of the measurements for one
-process, two and four ranks (`tests/bench/bench_plan.py`). On one GPU it was 5 to 10 % below them
+process, two and four ranks (`tests/bench/bench_plan.py`). On one GPU it was within 3 %
 (`tests/gpu/train_step.py`).
 """
 

@@ -93,6 +93,7 @@ def train(config: PretrainedConfig, chosen: argparse.Namespace, tokens: int, *, 
             torch.cuda.synchronize()
         seconds, peak = time.perf_counter() - begun, torch.cuda.max_memory_allocated() if DEVICE != "cpu" else 0
         new = local_parts(learner.model, first=True, on_device=True)
+        fingerprint = sum((part.fingerprint() for part in new.values()), start=ZERO).hex()
         if version is not None:
             begun = time.perf_counter()
             with DeltaShard(step, step - 1, version.take_over(step, new, on_device=True)) as shard:
@@ -101,6 +102,7 @@ def train(config: PretrainedConfig, chosen: argparse.Namespace, tokens: int, *, 
                 version.becomes(step, [shard.covered])
             # In the CPU's memory, as before, so that the peak is that of the step.
             version = version.snapshot()
+        del new
     work, case = found["flops/forward"] + found["flops/backward"], TrainerCase(
         1, settings.row_tokens, reference=False, compute_bytes=4 if DEVICE == "cpu" else 2, checkpointed=True,
         gpu=DEVICE != "cpu", density=0.0, delta_bytes=0.0, beside=False, on_device=False, older=False,
@@ -116,9 +118,9 @@ def train(config: PretrainedConfig, chosen: argparse.Namespace, tokens: int, *, 
         "of_peak": share_of_peak(work / seconds / 1e12),
         "peak_gb": peak / 1e9 or None,
         "planned_gb": sum(trainer_bytes(size, case).values()) / 1e9,
-        "fingerprint": sum((part.fingerprint() for part in new.values()), start=ZERO).hex(),
+        "fingerprint": fingerprint,
     }
-    del learner, model, version, new
+    del learner, model, version
     gc.collect()
     if DEVICE != "cpu":
         torch.cuda.empty_cache()
