@@ -16,9 +16,10 @@ HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 FOREVER_MS = -1
 
-TIMED = {"message.timestamp.after.max.ms": "60000"}
-"""Deadlines follow the timestamps of the topic. The broker refuses those from a clock that is ahead, because they would
-advance event time too far."""
+TIMED = {"message.timestamp.type": "CreateTime", "message.timestamp.after.max.ms": "60000"}
+"""Deadlines follow the timestamps that the writers of the topic set, also where the brokers' default is the time of
+appending: a replay and a redriven dead letter keep the original times. The broker refuses timestamps from a clock that
+is ahead, because they would advance event time too far."""
 
 ERASABLE = {"cleanup.policy": "compact,delete", "max.compaction.lag.ms": str(DAY_MS), **TIMED}
 """A tombstone can erase a record with a unique key. The bytes are deleted within a day: by default a broker does not

@@ -8,13 +8,14 @@ from collections import Counter
 
 import pytest
 from confluent_kafka import Producer
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
 
 from tests.documents import dead_letters, document, write
 from tests.waiting import until
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
+from tidemill.schemas.log.admin import admin_client, check_topics, create_missing, create_topics, wait_for_broker
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, groupless_settings, producer_settings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.group import GroupConsumer
@@ -62,6 +63,15 @@ def test_drift_is_reported_and_missing_topics_too(every_topic: KafkaSettings):
     assert Names(every_topic.topic_prefix).of(Topic.ROLLOUTS) in drifted
     absent = every_topic.model_copy(update={"topic_prefix": "absent."})
     assert all(state.drift == ["missing"] for state in check_topics(absent))
+
+
+def test_a_topic_whose_broker_replaces_the_times_of_the_records_is_drift(kafka):
+    at_append = kafka.fresh(2, [Topic.DOCUMENTS])
+    rollouts = Names(at_append.topic_prefix).of(Topic.ROLLOUTS)
+    made = NewTopic(rollouts, 2, config={**CATALOGUE[Topic.ROLLOUTS].config, "message.timestamp.type": "LogAppendTime"})
+    create_missing(admin_client(at_append), [made])
+    drift = {state.name: state.drift for state in check_topics(at_append)}
+    assert "message.timestamp.type LogAppendTime, declared CreateTime" in drift[rollouts]
 
 
 def test_a_topic_that_the_brokers_refuse_is_named_with_their_reason(every_topic: KafkaSettings):
