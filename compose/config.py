@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
 from tidemill.compose.stack.config import StackSettings
 from tidemill.consumers.replica.config import ReplicaSettings
@@ -292,6 +298,14 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
         return FromFile(**(flags or {}))
     except ValidationError as error:
         raise ValueError(unusable(error)) from error
+    except SettingsError as error:
+        # The library names only the section, in quotes.
+        whole = (PREFIX + str(error).split('"')[1]).lower()
+        wrong = [name for name in sorted(os.environ) if name.lower() == whole or name.lower().startswith(f"{whole}__")]
+        raise ValueError(
+            f"environment variable {' or '.join(wrong)}: a list or a table is written as JSON, and this is none: "
+            f"{error.__cause__}"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"configuration file {file or DEFAULT_FILE}: {error}") from error
 

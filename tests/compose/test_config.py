@@ -63,6 +63,16 @@ def test_an_unknown_section_in_the_environment_is_named(monkeypatch: pytest.Monk
         load_settings()
 
 
+@pytest.mark.parametrize(
+    ("variable", "text"), [("TIDEMILL_KAFKA__CLIENT_OPTIONS", '{"a"'), ("TIDEMILL_KAFKA", "plain")]
+)
+def test_a_table_in_the_environment_that_is_no_json_is_named(variable: str, text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TIDEMILL_GATEWAY_PORT", "tcp://10.0.0.1:8090")
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=f"environment variable {variable}: a list or a table is written as JSON"):
+        load_settings()
+
+
 @pytest.mark.parametrize("text", ["", "x", "x=1", "a.=1", ".b=1", "a..b=1"])
 def test_assignments_of_another_form_are_refused(text: str):
     with pytest.raises(ValueError, match="SECTION"):
