@@ -28,8 +28,16 @@ REMEDIES = {
     KafkaError.UNKNOWN_TOPIC_OR_PART: MISSING_TOPIC,
     KafkaError._UNKNOWN_TOPIC: MISSING_TOPIC,
     KafkaError.INVALID_TIMESTAMP: ": the clock of this host is more than a minute ahead of the broker's",
+    KafkaError.MSG_SIZE_TOO_LARGE: ": raise `max.message.bytes` of the topic, Tidemill writes records of up to 1 MiB",
+    KafkaError.INVALID_RECORD: ": a compacted topic refuses records without a key; compare it with `tidemill topics`",
+    KafkaError.UNKNOWN: ": compare the topic with `tidemill topics`",
 }
 """Ends of error messages, by the code of the broker's refusal."""
+
+
+def refusal(topic: str, code: int, reason: str) -> str:
+    """Return the message about a record that the log refused: the topic, the reason and what to do."""
+    return f"the log refused a record for {topic}: {reason}{REMEDIES.get(code, '')}"
 
 
 class DeliveryError(RuntimeError):
@@ -142,8 +150,7 @@ class RecordProducer:
     def _delivered(self, error: KafkaError | None, message: Message) -> None:
         self._accepted |= error is None
         if error is not None:
-            remedy = REMEDIES.get(error.code(), "")
-            self._failure = f"the log refused a record for {message.topic()}: {error.str()}{remedy}"
+            self._failure = refusal(message.topic() or "", error.code(), error.str())
 
     def _raise_failure(self) -> None:
         if self._failure:

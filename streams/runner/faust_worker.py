@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import faust
+from aiokafka.errors import BrokerResponseError
 from faust.types import TP
 
 from tidemill.schemas.catalogue import is_compacted
@@ -33,6 +34,7 @@ from tidemill.schemas.log.client_settings import Partition
 from tidemill.schemas.log.consumed import ConsumedRecord, decoded
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.liveness import EXIT_HUNG
+from tidemill.schemas.log.producer import refusal
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Output, Processor
 from tidemill.streams.runner.base import LOG, STATE_TOPIC_CONFIG, Runner, Write, checked_partitions
@@ -185,8 +187,11 @@ class FaustRunner(Runner):
             for w in writes:
                 at_s = None if w.timestamp_ms is None else w.timestamp_ms / 1000
                 waiting.append(await producer.send(w.topic, w.key, w.value, w.partition, at_s, w.headers))
-            for acknowledgement in waiting:
-                await acknowledgement
+            for w, acknowledgement in zip(writes, waiting, strict=True):
+                try:
+                    await acknowledgement
+                except BrokerResponseError as error:
+                    raise RuntimeError(refusal(w.topic, error.errno, str(error))) from error
 
     async def _send_ticks(self) -> None:
         try:

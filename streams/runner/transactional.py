@@ -39,6 +39,7 @@ from tidemill.schemas.log.client_settings import (
 from tidemill.schemas.log.consumed import consumed_record
 from tidemill.schemas.log.fenced_producer import CALL_TIMEOUT_S, FENCED, START_TIMEOUT_S, resumed
 from tidemill.schemas.log.guard import OUT_OF_RANGE, RetentionGap
+from tidemill.schemas.log.producer import REMEDIES, refusal
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.config import StreamSettings
@@ -274,6 +275,9 @@ class TransactionalRunner(Runner):
                 f"{self._processor.name} ended: another worker has the same transactional id ({cause}): two have one "
                 "`stream.instance`, or this one was suspended and has been replaced"
             ) from error
+        if cause.code() in (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD):
+            # The log would refuse the same record again. The reason names its topic.
+            raise RuntimeError(f"{self._processor.name} ended: {cause.str()}{REMEDIES[cause.code()]}") from error
         LOG.warning("a transaction is aborted, its records are decided again: %s", cause)
         owned = set(self._machines)
         self._abort()
@@ -294,10 +298,10 @@ class TransactionalRunner(Runner):
                 raise
 
     def _send_ticks(self) -> None:
-        def written(error: KafkaError | None, _message: Message) -> None:
+        def written(error: KafkaError | None, message: Message) -> None:
             if error is not None:
                 # Without the tick, a deadline would have no effect.
-                self._end(f"the log refused a tick: {error}")
+                self._end(refusal(message.topic() or "", error.code(), error.str()))
 
         for tick in self.due_ticks():
             place: dict[str, Any] = {"partition": tick.partition, "timestamp": tick.timestamp_ms}

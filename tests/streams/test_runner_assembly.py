@@ -7,6 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export nothing
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
 from stream_support import (
     ASSEMBLY,
     StreamProcess,
@@ -25,6 +31,7 @@ from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_REASON, RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
@@ -179,6 +186,32 @@ def test_a_lost_record_ends_faust_and_a_transaction_marker_ends_no_runner(settin
             worker.start()
         read_groups(groups, worker, "third")
         assert worker.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("topic", "change", "remedy"),
+    [
+        (Topic.GROUPS, {"max.message.bytes": "200"}, "raise `max.message.bytes` of the topic"),
+        (Topic.ROLLOUTS, {"cleanup.policy": "compact"}, "with `tidemill topics`"),
+    ],
+)
+def test_a_topic_that_refuses_a_record_ends_the_worker_with_what_to_do(
+    settings, tmp_path, runner, topic, change, remedy
+):
+    name = Names(settings.topic_prefix).of(topic)
+    entries = [ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET) for key, value in change.items()]
+    resource = ConfigResource(ResourceType.TOPIC, name, incremental_configs=entries)
+    client = admin_client(settings)
+    for changed in client.incremental_alter_configs([resource]).values():
+        changed.result()
+    send(settings, "a")
+    send(settings, "b", [0], deadline_at=now_us() + 1_000_000)
+    with stream_process(settings, tmp_path, tick_interval_s=0.2) as worker:
+        until(lambda: not worker.running(), "the worker's end", 120)
+        assert worker.stop() == 1
+        said = worker.log.read_text()
+    assert f"the log refused a record for {name}" in said or f"ProduceRequest for {name}" in said
+    assert remedy in said
 
 
 def test_missing_topics_are_reported(kafka, topic_prefix):
