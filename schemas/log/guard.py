@@ -34,8 +34,8 @@ class RetentionGap(LookupError):
         super().__init__(
             f"{topic}[{partition}]: the log no longer keeps offset {wanted}, the log begins at {first}: up to "
             f"{first - wanted} records were deleted before they were read. Let the topic's retention.ms outlast the "
-            "longest time that its readers are down. To continue without these records, set `stream.accept_gaps` or "
-            "`sink.accept_gaps` for a stream worker or a sink, or move the consumer group's committed offset"
+            "longest time that its readers are down. To continue without these records, set `stream.accept_gaps` for a "
+            "stream worker or `sink.accept_gaps` for the sink; for a rollout worker, move its group's committed offset"
         )
         self.topic = topic
         """Full name."""
