@@ -110,7 +110,7 @@ class UserWish(StrEnum):
     """The request of a user about their data."""
 
     OPT_OUT = "opt_out"
-    """Do not learn from this user from now on."""
+    """Do not learn from interactions that are served to this user from now on."""
     OPT_IN = "opt_in"
     """Learn from this user again."""
     ERASE = "erase"

@@ -44,8 +44,9 @@ def erase(
     Reads the log from its beginning and writes a tombstone under the key of each of their records; the broker removes
     the bytes within the topics' compaction lag, and the sink deletes the rows, at once or when it is next started.
     Batches closed later cannot contain them. These stay: the pseudonym in closed batches, with which `tidemill trace
-    --user` finds the versions that their data touched, and dead letters, until their retention ends. If the command is
-    stopped or killed, run it again to finish it.
+    --user` finds the versions that their data touched, and dead letters, until their retention ends. For an answer that
+    was still waiting for feedback, the join then writes an outcome with the exclusion `erased`: run the command again
+    to erase it too. If the command is stopped or killed, run it again to finish it.
 
     Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
     """
@@ -82,7 +83,9 @@ def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
 
 opt_out = choosing(
     UserWish.OPT_OUT,
-    """Learn nothing from a user from now on: their interactions are counted as excluded.
+    """Learn nothing from what a user is served from now on: these interactions are counted as excluded.
+
+    Answers that were served before it may still be learnt from; `tidemill users erase` prevents this.
 
     Example: `tidemill users opt-out 4711 --by 4711`
     """,
