@@ -71,7 +71,8 @@ def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: thread
     stop = stop or stop_on_signals()
     controller, begin = rebuild(kafka, run, gate, now_us())
     state = controller.snapshot()
-    LOG.info("gate of %s/%s: %s; version %d is served", run.run_id, run.branch, state.stage, state.promoted)
+    served = f"version {state.promoted} is served" if state.promoted >= 0 else "no version is served yet"
+    LOG.info("gate of %s/%s: %s; %s", run.run_id, run.branch, state.stage, served)
     awaited: Position | None = None
     """The position of the newest decision of this gate, until it is read back."""
 
