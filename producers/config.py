@@ -5,12 +5,15 @@ from __future__ import annotations
 import hmac
 import re
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tidemill.producers.product.settings import KeysMissing, key_hash
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, HttpSettings, Section
+
+ReplicaAddress = Annotated[str, Field(pattern=r"^https?://")]
+"""Base address of a replica, with the protocol."""
 
 
 class FeedSettings(Section):
@@ -94,7 +97,7 @@ class ReplicaRequests(Section):
 class RolloutSettings(ReplicaRequests):
     """Settings of a rollout worker."""
 
-    replicas: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
+    replicas: list[ReplicaAddress] = Field(default=["http://127.0.0.1:8000"], min_length=1)
     """Base addresses of the replicas, http://host:port."""
 
     model: str | None = None
@@ -229,10 +232,10 @@ class OtherSampling(StrEnum):
 class PoolAddresses(Section):
     """Base addresses of the replicas of each pool, http://host:port."""
 
-    stable: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
+    stable: list[ReplicaAddress] = Field(default=["http://127.0.0.1:8000"], min_length=1)
     """Replicas with `replica.pool = "stable"`; also the fallback if no canary replica answers."""
 
-    canary: list[str] = Field(default=[])
+    canary: list[ReplicaAddress] = Field(default=[])
     """Replicas with `replica.pool = "canary"`. Empty: no user is in the canary arm."""
 
 

@@ -79,6 +79,13 @@ def test_assignments_of_another_form_are_refused(text: str):
         parse_assignments([text])
 
 
+@pytest.mark.parametrize("key", ["rollout.replicas", "router.pools.stable", "router.pools.canary"])
+def test_the_address_of_a_replica_names_its_protocol(key: str):
+    load_settings(flags=parse_assignments([f'{key}=["http://replica:8000"]']))
+    with pytest.raises(ValueError, match=rf"{key}\.0: .*https"):
+        load_settings(flags=parse_assignments([f'{key}=["replica:8000"]']))
+
+
 def test_a_list_is_set_as_json():
     tree = parse_assignments(['run.environments=[{"name": "ledger"}, {"name": "ledger", "label": "other"}]'])
     assert [entry.title for entry in load_settings(flags=tree).run.environments] == ["ledger", "other"]
