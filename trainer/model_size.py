@@ -96,7 +96,8 @@ def size_of(model: PreTrainedModel) -> ModelSize:
             f"{type(model).__name__} keeps compressed keys and values, whose size is not known here"
         )
     named = dict(model.named_parameters())
-    in_layers = sum(p.numel() for name, p in named.items() if ".layers." in name or ".h." in name)
+    # The layers are the only modules of a causal model that are numbered: `model.layers.0`, `transformer.h.0`.
+    in_layers = sum(p.numel() for name, p in named.items() if any(part.isdigit() for part in name.split(".")))
     parameters = sum(p.numel() for p in named.values())
     experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
     count, used = (
@@ -108,7 +109,14 @@ def size_of(model: PreTrainedModel) -> ModelSize:
             f"{type(model).__name__} has routed experts, and its configuration does not say how many a token uses "
             f"({' or '.join(_USED_EXPERTS[:2])}, {' or '.join(_EXPERT_COUNTS)})"
         )
-    heads = config.num_attention_heads
+    if experts and used > count:
+        raise UnknownModelError(f"{type(model).__name__} has {count} routed experts, and a token would use {used}")
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads or not config.num_hidden_layers:
+        raise UnknownModelError(
+            f"{type(model).__name__} has no layers with attention heads (num_hidden_layers, num_attention_heads): the "
+            "trainer needs softmax attention in every layer"
+        )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -143,9 +151,10 @@ def size_of_name(name: str) -> ModelSize:
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        # The first line names the cause; the others are transformers' advice about tokens and versions.
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # transformers checks few configurations: building a model of others raises any error
+        # The first line names the cause, or the place of the cause; then comes advice about tokens and versions.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         raise UnknownModelError(
             f"no causal model {name!r}: it is no directory with a config.json that transformers knows, and the hub "
             f"gave none ({reason}). Name a directory that holds the model's config.json: no weights are needed"

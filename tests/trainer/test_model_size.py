@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MptConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.trainer.conftest import make_trainable, tiny_model
 from tidemill.trainer import metrics
@@ -82,6 +82,28 @@ def test_a_model_of_unknown_size_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
     with pytest.raises(UnknownModelError, match=r"config\.json"):
         size_of_name(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"model_type": "mamba"}, "attention heads"),
+        ({"model_type": "llama", "num_hidden_layers": 0}, "attention heads"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "division"),
+        ({"model_type": "llama", "hidden_size": "64"}, "hidden_size"),
+        ({"model_type": "dbrx"}, "rope_theta"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 16}, "8 routed experts"),
+    ],
+)
+def test_a_configuration_that_no_model_can_be_made_of_is_refused(tmp_path, fields, told):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnknownModelError, match=told):
+        size_of_name(str(tmp_path))
+
+
+def test_layers_are_counted_whatever_their_module_is_named():
+    size = size_of(on_meta(MptConfig(n_layers=3, n_heads=2, d_model=8, vocab_size=100, expansion_ratio=4)))
+    assert size.layer == 4 * 64 + 2 * 4 * 64 + 2 * 8
 
 
 def test_a_step_records_its_flops():
