@@ -30,7 +30,11 @@ def plan(
     requests: Annotated[int | None, typer.Option(help="Requests that a replica serves at the same time.")] = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks of an engine, tensor or expert parallel. Default: the fewest that fit."),
+        typer.Option(
+            min=1,
+            help="Ranks of an engine, tensor or expert parallel. Default: replica.tensor_parallel if it is set; "
+            "otherwise the fewest that fit.",
+        ),
     ] = None,
     data_parallel: Annotated[
         int | None, typer.Option(min=1, help="Engines of a replica; they share the experts, and no other weights.")
@@ -80,7 +84,7 @@ def plan(
     settings = settings_of(given(
         trainer__model=model, trainer__row_tokens=row_tokens, trainer__optimizer__learning_rate=learning_rate,
         replica__max_model_len=context, replica__max_num_seqs=requests,
-        replica__data_parallel=data_parallel,
+        replica__tensor_parallel=tensor_parallel, replica__data_parallel=data_parallel,
     ))  # fmt: skip
     trainer, replica, longest = settings.trainer, settings.replica, settings.replica.max_model_len
     fetched = DIRECTORY / trainer.model.replace("/", "--")
@@ -110,7 +114,7 @@ def plan(
         devices,
         one_rank,
         ReplicaCase(
-            tensor_parallel=tensor_parallel or 0,
+            tensor_parallel=replica.tensor_parallel if "tensor_parallel" in replica.model_fields_set else 0,
             data_parallel=replica.data_parallel,
             requests=replica.max_num_seqs,
             context=longest,

@@ -82,7 +82,8 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
         trainer: the trainer's case; the number of ranks is searched for.
         replica: the replica's case; its tensor parallel size is searched for if it is 0.
 
-    Raises ValueError if the experts cannot be divided as the trainer's case says.
+    Raises ValueError if the experts cannot be divided as the trainer's case says, or the attention heads as the
+    replica's case says, or if the replica's case needs more devices than there are.
     """
     over = trainer.expert_parallel
     if over > 1 and (over > devices.count or not size.experts or size.expert_count % over):
@@ -92,8 +93,16 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
         )
     trainers = [part_of(size, replace(trainer, ranks=n)) for n in _powers(devices.count) if n % over == 0]
     splits = [replica.tensor_parallel] if replica.tensor_parallel else list(_divisors(size.heads, devices.count))
-    cases = [replace(replica, tensor_parallel=tensor) for tensor in splits]
-    tried = [case for case in cases if case.ranks <= devices.count]
+    if size.heads % splits[0]:
+        raise ValueError(f"{splits[0]} ranks of an engine cannot share the {size.heads} attention heads of the model")
+    tried = [
+        case for case in (replace(replica, tensor_parallel=tensor) for tensor in splits) if case.ranks <= devices.count
+    ]
+    if not tried:
+        raise ValueError(
+            f"a replica with {replica.data_parallel} engines of {splits[0]} ranks needs a device for each rank, and "
+            f"this is {devices}: name more devices, or fewer engines and ranks"
+        )
     replicas = [part_of(size, case) for case in tried]
     best = next((part for part in trainers if part.total <= devices.usable), None)
     served = next((part for part in replicas if part.total <= devices.usable), None)
@@ -108,7 +117,7 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
     if best is None:
         changes += _trainer_changes(size, devices, replace(trainer, ranks=trainers[-1].devices))
     if served is None:
-        changes += _replica_changes(size, devices, tried[-1] if tried else cases[0])
+        changes += _replica_changes(size, devices, tried[-1])
     if best is not None and served is not None and not count:
         needed = best.devices + served.devices
         changes.append(PlanChange("both", f"{needed} devices", max(best.total, served.total) / GIB, True))

@@ -143,6 +143,24 @@ def test_a_tensor_parallel_size_divides_the_heads(models):
     assert [each["tensor_parallel"] for each in found["replica"]] == [1, 2, 4, 8]
 
 
+def test_the_replica_has_the_ranks_that_its_settings_name(models):
+    found = planned("--model", models["8b"], "--gpus", "12x80", "--set", "replica.tensor_parallel=4")
+    assert [each["tensor_parallel"] for each in found["replica"]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--gpus", "8x80", "--tensor-parallel", "3"), "cannot share the 32 attention heads"),
+        (("--gpus", "2x80", "--tensor-parallel", "4"), "1 engines of 4 ranks needs a device for each rank"),
+        (("--gpus", "2x80", "--data-parallel", "4"), "4 engines of 1 ranks needs a device for each rank"),
+    ],
+)
+def test_ranks_that_a_replica_cannot_have_are_an_error_of_the_plan(models, arguments, told):
+    result = CliRunner().invoke(app, ["plan", "--model", models["8b"], *arguments])
+    assert told in str(result.exception)
+
+
 def test_keys_and_values_are_copied_where_there_are_more_ranks_than_their_heads(models):
     size = size_of_name(models["30b"])
 
