@@ -149,6 +149,8 @@ class AgentEndpoint:
         options, model = asked.get("stream_options") or {}, asked.get("model", MODEL)
         if not isinstance(stream, bool) or not isinstance(options, dict) or not isinstance(model, str):
             raise BadMessage("`stream` must be true or false, `stream_options` an object, `model` a text")
+        if wanted.alternatives is not None:
+            raise BadMessage("`logprobs` must be false: the rollout records them, and no answer returns them")
         if guest.policy.posted is not None:
             raise _Refused(400, "the result was posted: no call is answered after it", "episode_over")
         calling = guest.policy.chat(wanted.messages, tools=wanted.tools, max_tokens=wanted.max_tokens)
@@ -211,7 +213,7 @@ def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str
 
 def _error(status: int, message: str, code: str | None = None) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    named = re.match(r"`?([a-z_]+)", message) if status == 400 and code is None else None
+    named = re.match(r"`?([a-z_]+)(?=[`\[])", message) if status == 400 and code is None else None
     error = {"message": message, "type": kind, "param": named[1] if named else None, "code": code}
     # A repeated request gets the same answer, but the openai client tries three times by default.
     return _json({"error": error}, status, {"x-should-retry": "false"})

@@ -157,6 +157,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("max_tokens", 0),
     ("max_tokens", True),
     ("max_completion_tokens", "many"),
+    ("logprobs", True),
     ("stream", "yes"),
     ("stream_options", 3),
     ("model", 3),
@@ -170,6 +171,7 @@ async def test_an_unsupported_option_is_refused_by_name_and_the_next_request_is_
             status, answer = await send("/chat/completions", body)
             assert status == 400 and field in answer["error"]["message"], (field, value, answer)
             assert answer["error"]["type"] == "invalid_request_error"
+            assert answer["error"]["param"] in (field, "stream")
         assert not policy.turns and not policy.failure
         status, answer = await send("/chat/completions", {"messages": HELLO})
         assert status == 200 and answer["choices"][0]["message"]["content"] == "you said hello"
@@ -194,6 +196,7 @@ async def test_invalid_bodies_are_refused() -> None:
             for path in ("/chat/completions", "/outcome"):
                 status, answer = await send(path, body)
                 assert status == 400 and answer["error"]["message"], body[:40]
+                assert answer["error"]["param"] is None, "no field is at fault"
         pair = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00 \\\\ud800"}]}'
         status, answer = await send("/chat/completions", pair)
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "you said \U0001f600 \\ud800")
