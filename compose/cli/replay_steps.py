@@ -169,7 +169,8 @@ def corrections(
     bounded weights from the ratios of trainer to sampler probability, as a share of the gradient; `variance`, the
     gradient's mean square, 1 with weights of 1; `ess`, the effective sample size of the weights; `cut`, the share of
     tokens whose weight is bounded or 0; `error`, bias and variance together for steps of this size. The correction
-    with the smallest error is chosen. Nothing is published, and nothing is written to the log.
+    with the smallest error is chosen, or the run's own if its error is at most 1 % larger. Nothing is published, and
+    nothing is written to the log.
 
     The choice is valid for the mismatch of these steps: take some from the start of a run and some from its end.
 
@@ -178,7 +179,7 @@ def corrections(
     first, last = step_range(which)
     settings = with_reachable_log(settings_of({}))
     own = settings.trainer.correction
-    from tidemill.trainer.replay.correction_trials import PUBLISHED, try_corrections
+    from tidemill.trainer.replay.correction_trials import OWN, PUBLISHED, choose_correction, try_corrections
 
     if settings.trainer.objective in CORRECT_THEMSELVES:
         raise ValueError(
@@ -196,12 +197,12 @@ def corrections(
             progress(len(tokens), f"step {made.record.step}")
             if not made.same:
                 typer.echo(f"step {made.record.step} has other weights than recorded", err=True)
-    trials = try_corrections(tokens, {**PUBLISHED, "this run": own})
+    trials = try_corrections(tokens, {**PUBLISHED, OWN: own})
     rows = [list(asdict(trial).values()) for trial in trials]
     document = {"steps": [first, last], "trials": trials}
     formats = dict.fromkeys(CORRECTIONS[4:], ".4g")
     print_rows(CORRECTIONS, rows, as_json=as_json, as_csv=as_csv, formats=formats, document=document)
-    best = trials[0]
+    best = choose_correction(trials)
     typer.echo(
         f"chosen: {best.name}: trainer.correction.kind={best.kind}, trainer.correction.low={best.low:g}, "
         f"trainer.correction.high={best.high:g} (error {best.error:.4g})",

@@ -13,7 +13,7 @@ from tests.trainer.conftest import make_rollout
 from tidemill.trainer.choices import CorrectionKind
 from tidemill.trainer.config import CorrectionSettings
 from tidemill.trainer.mismatch import TrainedTokens
-from tidemill.trainer.replay.correction_trials import PUBLISHED, try_corrections
+from tidemill.trainer.replay.correction_trials import OWN, PUBLISHED, choose_correction, try_corrections
 
 
 def tokens_of(rollouts, advantages: list[float], spread: float, seed: int) -> TrainedTokens:
@@ -81,6 +81,16 @@ def test_equal_engines_have_ratios_of_one_and_a_large_mismatch_justifies_a_bound
     errors = {trial.name: trial.error for trial in apart}
     assert [trial.error for trial in apart] == sorted(errors.values())
     assert errors["TIS (verl, TRL)"] < errors["none"]
+
+
+def test_a_run_keeps_its_correction_unless_another_one_is_clearly_better():
+    rollouts = [make_rollout("a", index, 1.0) for index in range(8)]
+    own = CorrectionSettings(kind=CorrectionKind.NONE)
+    for apart, kept in ((1e-4, True), (1.5, False)):
+        tokens = tokens_of(rollouts, [1.0, -1.0] * 4, apart, 1)
+        trials = try_corrections([tokens], {**PUBLISHED, OWN: own})
+        assert trials[0].name != OWN
+        assert (choose_correction(trials).name == OWN) is kept
 
 
 def test_steps_without_advantages_are_refused(steps):

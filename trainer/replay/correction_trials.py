@@ -38,6 +38,12 @@ PUBLISHED: Mapping[str, CorrectionSettings] = {
 """Corrections with the bounds from their sources, by name."""
 
 
+OWN = "this run"
+"""Name of the run's own correction among the candidates."""
+CLEARLY = 0.01
+"""Share of an error below which a smaller one is no reason to change the correction of a run."""
+
+
 @dataclass(frozen=True, slots=True)
 class CorrectionTrial:
     """The effect of a correction on the gradients of some steps."""
@@ -92,3 +98,9 @@ def try_corrections(
             )
         )
     return sorted(found, key=lambda trial: trial.error)
+
+
+def choose_correction(trials: Sequence[CorrectionTrial]) -> CorrectionTrial:
+    """Return the trial with the smallest error; the run's own if that is not clearly smaller."""
+    best = min(trials, key=lambda trial: trial.error)
+    return next((t for t in trials if t.name == OWN and t.error <= (1 + CLEARLY) * best.error), best)
