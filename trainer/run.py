@@ -263,10 +263,12 @@ def resume(
     advantage_of(run, settings)  # before anything is published
     steps, begun = read_history(kafka, run.run_id)
     newest = weights.checkpoints.newest(len(steps))
+    start = weights.snapshot() if newest else ""
     saved = weights.restore(newest) if newest else None
     session = Session(run, weights, producer, versions, steps=commits, step=saved.step if saved else 0)
     if saved is not None:
         session.require_recorded(steps[saved.step - 1])
+        session.require_start(start)
     session.publish_start()
     line = WeightLine(run.run_id, run.branch)
     resumed = TrainingRun(

@@ -78,6 +78,20 @@ class Session(RepeatableRun):
         self._trainer = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._incarnation = ""
 
+    def require_start(self, fingerprint: str) -> None:
+        """Raise VersionError unless `fingerprint`, of `trainer.model`, is that of the run's version 0.
+
+        After a checkpoint these weights are only the reference, and the start of an older version or of a replay:
+        others would make steps that cannot be repeated.
+        """
+        first = self._versions.manifests.get(0)
+        if first is not None and first.fingerprint != fingerprint:
+            raise VersionError(
+                f"trainer.model {self.weights.settings.model} has weights {fingerprint}, and version 0 of run "
+                f"{self._run.run_id} has {first.fingerprint}: start with the model that the run began with, or begin a "
+                "new run (run.run_id)"
+            )
+
     def publish_start(self) -> None:
         """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log.
 

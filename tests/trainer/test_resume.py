@@ -25,7 +25,7 @@ from tidemill.trainer.session import Session
 def log(kafka) -> KafkaSettings:
     """A log with the groups of two steps for the run of each test."""
     settings = kafka.fresh(1)
-    write_groups(settings, range(4), ("unrepeatable", "kept"))
+    write_groups(settings, range(4), ("unrepeatable", "kept", "saved"))
     return settings
 
 
@@ -103,3 +103,12 @@ def test_a_run_is_not_restarted_from_another_checkpoint(log, settings, train, tm
         train("idle", settings.model_copy(update={"model": str(tmp_path / "other")}), 0)
     assert written(log, Manifest, "idle") == manifests
     assert written(log, TrainStep, "idle") == []
+
+
+def test_a_checkpoint_is_not_continued_with_another_model(log, settings, train, tmp_path) -> None:
+    """The weights are those of the checkpoint, but the reference would be another one."""
+    train("saved", settings, 2)
+    tiny_model(seed=9).to(torch.bfloat16).save_pretrained(tmp_path / "other")
+    with pytest.raises(VersionError, match=r"version 0 of run saved has .*: start with the model that the run began"):
+        train("saved", settings.model_copy(update={"model": str(tmp_path / "other")}), 2)
+    train("saved", settings, 2)
