@@ -141,7 +141,10 @@ async def check_environment(
         said = f"reward {ended.total:g}" if isinstance(ended, base.Score) else ended
         failed = said.startswith(("GenerationFailed", "ContextFull"))
         expected = not ended.success if isinstance(ended, base.Score) else failed
-        yield ContractCheck(fault, expected, f"{said} after {len(policy.requests)} calls")
+        said += f" after {len(policy.requests)} calls"
+        if isinstance(ended, base.Score) and ended.success:
+            said += "; such a turn must not be a success"
+        yield ContractCheck(fault, expected, said)
     yield await _cancelled(environment, tasks[0], limit_s)
 
 

@@ -55,6 +55,15 @@ def test_the_environment_keeps_its_contract(company):
     assert len(json.loads(result.output)) > 10
 
 
+def test_a_hostile_turn_that_succeeds_is_named_by_the_check(company):
+    code = CODE[0].replace("success=right", "success=True")
+    assert code != CODE[0]
+    (company / "my_company" / "env.py").write_text(code)
+    result = CliRunner().invoke(app, ["env", "check", "my_company.env:Support"])
+    assert result.exit_code == 1
+    assert "FAIL  special tokens: reward 0 after 1 calls; such a turn must not be a success" in result.output
+
+
 def test_the_environment_is_shown(company):
     command = next(command for command in COMMANDS if command.startswith("env show"))
     result = CliRunner().invoke(app, [*command.split(), "--json"])
