@@ -17,7 +17,8 @@ Invariants:
 - `progress()` after a batch was closed gives the offsets to continue from, so no group is trained twice or skipped.
 
 A trainer that is started on a copy of another run's topics may set every group aside and wait forever. It then logs a
-warning, at long intervals, but only while these groups would have filled the missing batch.
+warning, at long intervals, but only while these groups would have filled the missing batch. So it does if no group can
+teach anything, but only after several batches of such groups: some are normal.
 """
 
 from __future__ import annotations
@@ -47,13 +48,20 @@ from tidemill.trainer.trainable import (
     other_sampling,
 )
 
+TAUGHT_NOTHING = {
+    Exclusion.NO_SIGNAL: "had equal rewards ({}): look at the rewards, or give easier or harder tasks",
+    Exclusion.TOO_FEW: "had fewer completed rollouts than run.min_completed ({}): look at the failures of rollouts",
+}
+"""Why a group cannot teach anything, and what to do, by the reason of its exclusion."""
+PATIENCE = 4
+"""Batches of groups that teach nothing, without one that does, after which a warning is given."""
 NAMED = 3
 """Maximum number of incarnations that a warning names, starting with the most frequent."""
 
 
 @dataclass(slots=True)
 class ExclusionCounts:
-    """Counts of the groups that were excluded for reasons that settings can change, since the last batch."""
+    """Counts of the groups that were excluded for reasons that a person can change, since the last batch."""
 
     of_others: int = 0
     incarnations: Counter[str] = field(default_factory=Counter)
@@ -63,9 +71,11 @@ class ExclusionCounts:
     """The newest version under which a group was sampled and which is not made yet."""
     otherwise: Counter[str] = field(default_factory=Counter)
     """Groups from another distribution than the model's own, by the difference in sampling."""
+    taught_nothing: Counter[Exclusion] = field(default_factory=Counter)
 
     @property
     def groups(self) -> int:
+        """Groups that other settings would have trained."""
         return self.of_others + self.ahead + self.otherwise.total()
 
     def warning(self, own: str | None, version: int) -> str:
@@ -92,7 +102,9 @@ class ExclusionCounts:
                 "the logprobs of the model's own distribution: set rollout.temperature to 1, or "
                 "trainer.accept_other_sampling to train them all the same"
             )
-        return f"{self.groups} groups were excluded, since {'; and '.join(causes)}"
+        for exclusion, number in self.taught_nothing.items():
+            causes.append(f"{number} {TAUGHT_NOTHING[exclusion].format(exclusion)}")
+        return f"{self.groups + self.taught_nothing.total()} groups were excluded, since {'; and '.join(causes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +136,12 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         self._set_aside = ExclusionCounts()
 
     def missed(self, version: int) -> str:
-        """Return a message about the groups that were excluded, if the next batch would be full with them; otherwise
-        an empty string."""
+        """Return a message about the groups that were excluded, if the next batch would be full with them, or if too
+        many taught nothing; otherwise an empty string."""
         size, aside = self._run.groups_per_step, self._set_aside
         lacking = aside.groups and len(self._waiting) < size <= len(self._waiting) + aside.groups
+        if not self._settings.online.enabled and len(self._waiting) < size:
+            lacking = lacking or aside.taught_nothing.total() >= PATIENCE * size
         return aside.warning(self._incarnation, version) if lacking else ""
 
     @property
@@ -177,6 +191,8 @@ class BatchBuilder(InputQueue[TrainableGroup]):
             self._set_aside.ahead += 1
             newest = max(member.version_max for member in completed(group))
             self._set_aside.newest = max(self._set_aside.newest, newest)
+        if reason in TAUGHT_NOTHING:
+            self._set_aside.taught_nothing[reason] += 1
         if reason is not None:
             self.exclude(place, reason, len(group.members))
         return reason is None

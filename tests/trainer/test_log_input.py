@@ -33,7 +33,7 @@ from tidemill.schemas.records import (
 )
 from tidemill.schemas.stored_object import store_claim
 from tidemill.trainer.batch import RoutedShape, routed_tokens
-from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
+from tidemill.trainer.batch_builder import PATIENCE, BatchBuilder, StepBatch
 from tidemill.trainer.log_input import LogInput, ReadAhead
 from tidemill.trainer.trainable import MOST_EXCLUSIONS, Reference, TopicProgress, TrainableGroup
 
@@ -204,6 +204,21 @@ def test_groups_of_undefined_lag_are_reported_while_they_would_fill_the_batch() 
     assert len(batch.exclusions) == 2
     feed(builder, good("c"), 4)
     assert builder.missed(0) == "", "the step before has said why"
+
+
+def test_groups_that_teach_nothing_are_reported_when_there_are_no_others() -> None:
+    builder = builder_of()
+    for offset in range(PATIENCE * SIZE):
+        assert builder.missed(0) == "", "some are normal"
+        same = good(f"same{offset}", rewards=(1.0, 1.0))
+        assert not feed(builder, failed(same, keep=1) if offset == 3 else same, offset)
+    told = builder.missed(0)
+    for part in ("8 groups", "7 had equal rewards", "no_signal", "1 had fewer", "run.min_completed", "too_few"):
+        assert part in told
+    feed(builder, good("a"), 8)
+    feed(builder, good("b"), 9)
+    assert builder.missed(0) == "" and builder.close(0) is not None
+    assert builder.missed(0) == "", "the step has named them"
 
 
 def sampled_with(rollout: Rollout, **parameters: object) -> Rollout:
