@@ -94,13 +94,18 @@ def _record_copies(
             return original(target, value, non_blocking)
         if value.untyped_storage()._cdata != storage or value.shape != target.shape:
             raise UnsupportedModelError(f"the engine's loader changes the values or shape of {spec.name}")
-        copies.append((owners[target.untyped_storage().data_ptr()], target.detach(), value))
+        owner = owners.get(target.untyped_storage().data_ptr())
+        if owner is None:
+            raise UnsupportedModelError(f"the engine's loader writes {spec.name} to no parameter of the model")
+        copies.append((owner, target.detach(), value))
         return target
 
     loader: Any = model  # vLLM's models share no base class
     torch.Tensor.copy_ = spy  # type: ignore[method-assign, assignment]
     try:
         loader.load_weights([(spec.name, source)])
+    except UnsupportedModelError:
+        raise
     except (KeyError, ValueError, AttributeError) as error:
         raise UnsupportedModelError(f"the engine has no place for checkpoint tensor {spec.name}: {error}") from error
     finally:

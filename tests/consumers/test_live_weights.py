@@ -48,6 +48,8 @@ class Fused(torch.nn.Module):
                 self.norm.data.copy_(tensor)
             elif name == "cast":
                 self.norm.data.copy_(tensor.to(torch.float64))
+            elif name == "anew":
+                torch.empty(tensor.shape).copy_(tensor)
             else:
                 getattr(self, name).data.copy_(tensor)
 
@@ -264,6 +266,7 @@ def test_a_write_fits_only_the_weights_that_it_was_prepared_for():
         (TensorSpec("cast", (HIDDEN,), "bfloat16"), torch.float32, "changes the values or shape of cast"),
         (TensorSpec("embed", (9, HIDDEN), "bfloat16"), torch.float32, "changes the values or shape of embed"),
         (TensorSpec("nowhere", (1,), "bfloat16"), torch.float32, "no place for checkpoint tensor nowhere"),
+        (TensorSpec("anew", (HIDDEN,), "bfloat16"), torch.float32, "^the engine's loader writes anew to no parameter"),
     ],
 )
 def test_a_tensor_that_cannot_be_mapped_exactly_is_refused_with_the_reason(spec, dtype, why):
