@@ -114,7 +114,14 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         Raises RuntimeError or UnsupportedModelError if they cannot be mapped.
         """
         specs = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
-        cores = await self._cores("tidemill_install", specs, self.version, expert_ids)
+        try:
+            cores = await self._cores("tidemill_install", specs, self.version, expert_ids)
+        except Exception as error:
+            # vLLM reports an error of a method as a plain Exception with its text.
+            if type(error) is not Exception:
+                raise
+            reason = str(error).removeprefix("Call to tidemill_install method failed: ")
+            raise UnsupportedModelError(f"this replica cannot serve the model: {reason}") from error
         if not self._together:
             for boxes in cores:
                 RankCoverage(tensors, boxes)  # each engine is whole by itself

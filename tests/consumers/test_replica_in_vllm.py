@@ -169,6 +169,17 @@ def test_a_prefix_computed_by_a_write_that_was_undone_is_not_reused(engine):
     assert salt(engine) != before
 
 
+def test_a_model_that_a_rank_cannot_map_is_refused_with_its_reason(engine, monkeypatch):
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    async def refuse(method, *_arguments):
+        raise Exception(f"Call to {method} method failed: rank 0: no place for head.bias")  # as vLLM does
+
+    monkeypatch.setattr(engine, "_cores", refuse)
+    with pytest.raises(UnsupportedModelError, match="this replica cannot serve the model: rank 0: no place for head"):
+        asyncio.run(engine.map([]))
+
+
 def test_cores_resume_when_the_task_is_cancelled_while_they_pause(imported):
     from tidemill.consumers.replica.engine import ReplicaEngine
 
