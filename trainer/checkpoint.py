@@ -91,11 +91,20 @@ class CheckpointStore:
         return path
 
     def _put(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write one file in pieces from the tensors' own memory: as one value it would need the same memory again."""
-        with self._filesystem.open(path + PARTIAL, "wb") as file:
-            for piece in file_pieces({name: as_weight(name, tensor) for name, tensor in tensors.items()}, metadata):
-                file.write(piece)
-        self._filesystem.mv(path + PARTIAL, path)
+        """Write one file in pieces from the tensors' own memory: as one value it would need the same memory again.
+
+        Raises OSError, which names the file.
+        """
+        try:
+            with self._filesystem.open(path + PARTIAL, "wb") as file:
+                for piece in file_pieces({name: as_weight(name, tensor) for name, tensor in tensors.items()}, metadata):
+                    file.write(piece)
+            self._filesystem.mv(path + PARTIAL, path)
+        except OSError as error:
+            raise OSError(
+                f"the checkpoint {path} cannot be written ({error}): make room below store.root, or lower "
+                "trainer.keep_checkpoints, and start the trainer again: it goes on from the log"
+            ) from error
 
     def _drop(self, pinned: Collection[int]) -> None:
         for old in self.steps()[: -self._keep]:

@@ -142,3 +142,15 @@ def test_files_of_an_interrupted_checkpoint_are_deleted_with_the_next_one(store:
     path.rename(path.with_name("step-00000002.rank-1-of-2.safetensors.partial"))
     kept = store.write(state_of(3), {"master/w": torch.zeros(1)})
     assert list(path.parent.iterdir()) == [Path(kept)]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(store: CheckpointStore, monkeypatch) -> None:
+    def full(_weights, _metadata):
+        yield b"head"
+        raise OSError(28, "No space left on device")
+
+    store.write(state_of(1), {"master/w": torch.ones(3)})
+    monkeypatch.setattr("tidemill.trainer.checkpoint.file_pieces", full)
+    with pytest.raises(OSError, match=r"step-00000002\.safetensors cannot be written.*No space left.*keep_checkpoints"):
+        store.write(state_of(2), {"master/w": torch.ones(3)})
+    assert store.steps() == [1]
