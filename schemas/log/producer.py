@@ -2,18 +2,17 @@
 
 A value that cannot be used is written unchanged as a dead letter, with its position and the reason. For records whose
 key is longer than the key by which they are joined, the partition is computed here (`partition_of`) and passed to the
-client. It is the one that Java's client, Faust and librdkafka's `murmur2_random` choose. Source: `Utils.murmur2` and
-`BuiltInPartitioner.partitionForKey` of Apache Kafka's Java client.
+client. It is the one that Java's client, Faust and librdkafka's `murmur2_random` choose.
 """
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from ctypes import c_char_p, c_int32, c_size_t, c_void_p
 from typing import Any, Protocol, Self
 
-from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka import KafkaError, Message, Producer, cimpl
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
@@ -220,35 +219,20 @@ def send_dead_letter(
     producer.send_bytes(names.dead_letter(located.topic), value, key=key, headers=headers)
 
 
-_SEED = 0x9747B28C
-_MULTIPLIER = 0x5BD1E995
-_MASK = 0xFFFFFFFF
-_POSITIVE = 0x7FFFFFFF
-
-
-def murmur2(data: bytes) -> int:
-    """Return the 32-bit murmur2 hash of Kafka's clients, unsigned (Java prints the same bits signed)."""
-    length, count = len(data), len(data) >> 2
-    state = _SEED ^ length
-    # All words are mixed at once, each in 64 bits of one integer: a product of 32 bits has no more.
-    words, wide, low_32, low_8 = _lanes(count)
-    mixed = int.from_bytes(wide.pack(*words.unpack_from(data)), "little") * _MULTIPLIER & low_32
-    mixed = (mixed ^ mixed >> 24 & low_8) * _MULTIPLIER
-    for word in wide.unpack(mixed.to_bytes(8 * count, "little")):
-        state = (state * _MULTIPLIER ^ word) & _MASK
-    if length & 3:
-        state = (state ^ int.from_bytes(data[4 * count :], "little")) * _MULTIPLIER & _MASK
-    state = (state ^ (state >> 13)) * _MULTIPLIER & _MASK
-    return state ^ (state >> 15)
-
-
-@lru_cache(maxsize=64)
-def _lanes(count: int) -> tuple[struct.Struct, struct.Struct, int, int]:
-    """Return the layouts of `count` words of 32 and of 64 bits, and masks of the low 32 and 8 bits of the latter."""
-    ones = sum(1 << 64 * place for place in range(count))
-    return struct.Struct(f"<{count}I"), struct.Struct(f"<{count}Q"), ones * _MASK, ones * 0xFF
+# A public function of librdkafka, in the library that confluent-kafka has loaded. It keeps Python's lock: releasing it
+# would take longer than the call.
+_murmur2 = ctypes.PyDLL(cimpl.__file__).rd_kafka_msg_partitioner_murmur2
+_murmur2.argtypes = (c_void_p, c_char_p, c_size_t, c_int32, c_void_p, c_void_p)
+_murmur2.restype = c_int32
 
 
 def partition_of(key: str, partitions: int) -> int:
-    """Return the partition, from 0, of a record with this key in a topic with `partitions` partitions."""
-    return (murmur2(key.encode()) & _POSITIVE) % partitions
+    """Return the partition, from 0, of a record with this key in a topic with `partitions` partitions.
+
+    Raises ValueError if there are none.
+    """
+    if partitions < 1:  # librdkafka would divide by it
+        raise ValueError(f"a topic with {partitions} partitions has no place for a record")
+    data = key.encode()
+    partition: int = _murmur2(None, data, len(data), partitions, None, None)
+    return partition
