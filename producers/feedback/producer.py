@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 from tidemill.producers.feedback.event import (
@@ -23,7 +24,7 @@ from tidemill.producers.feedback.queue import FeedbackCounts, FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.records import Feedback, SignalKind
+from tidemill.schemas.records import SignalKind
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,12 @@ class FeedbackMethods(ABC, Generic[Sent]):
     """Base of the producers: the queue; votes and withdrawals call `send`, with its arguments and errors."""
 
     def __init__(
-        self, kafka: str | KafkaSettings, product: ProductSettings, deadline_s: float, options: QueueOptions
+        self,
+        kafka: str | KafkaSettings,
+        product: ProductSettings,
+        deadline_s: float,
+        options: QueueOptions,
+        confirms: bool,
     ) -> None:
         self._maker = FeedbackMaker(product)
         self._source = check_source(options.get("source", "sdk"))
@@ -59,7 +65,7 @@ class FeedbackMethods(ABC, Generic[Sent]):
             if not 0 < seconds <= MOST_S:
                 raise ValueError(f"{name} is {seconds}: give seconds above 0, and at most {MOST_S}")
         self._deadline_s = deadline_s
-        self._queue = FeedbackQueue(kafka, **options)
+        self._queue = FeedbackQueue(kafka, **options, confirms=confirms)
         # A finalizer also runs at the end of the process, and references the queue, not this object.
         self._at_exit = weakref.finalize(self, close_at_exit, self._queue)
 
@@ -124,13 +130,9 @@ class FeedbackProducer(FeedbackMethods[str]):
         on_failure: Callable[[FailedEvent], None] | None = None,
         **options: Unpack[QueueOptions],
     ) -> None:
-        super().__init__(kafka, product, deadline_s, options)
-
-        def tell(record: Feedback, reason: str) -> None:
-            if reason and on_failure is not None:
-                on_failure(FailedEvent(record, reason))
-
-        self._ended = None if on_failure is None else tell
+        super().__init__(kafka, product, deadline_s, options, confirms=False)
+        # The queue does not keep `on_failure`, which may refer to this object: the finalizer would never run.
+        self._on_end = partial(self._queue.end, on_failure)
 
     def send(self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]) -> str:
         """Queue one signal, and return its event id.
@@ -149,7 +151,7 @@ class FeedbackProducer(FeedbackMethods[str]):
         """
         deadline = time.monotonic() + self._deadline_s
         record = self._maker.make(self._source, now_us(), interaction, kind, value, **event)
-        self._queue.put(record, deadline, self._ended)
+        self._queue.put(record, deadline, self._on_end)
         return record.event_id
 
     def flush(self, timeout_s: float = FLUSH_S) -> None:
@@ -187,7 +189,7 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
         deadline_s: float = 10.0,
         **options: Unpack[QueueOptions],
     ) -> None:
-        super().__init__(kafka, product, deadline_s, options)
+        super().__init__(kafka, product, deadline_s, options, confirms=True)
 
     async def send(
         self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]

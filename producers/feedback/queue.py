@@ -35,8 +35,11 @@ FAILURES_KEPT = 1000
 NO_ROOM = "the feedback queue stayed full until the deadline: the log takes records too slowly, or not at all"
 PURGED = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
 
-Ended = Callable[[Feedback, str], None]
-"""Callback with a record and the reason why it failed, empty if the log has it; runs on the queue's own thread."""
+OnFailure = Callable[[FailedEvent], None]
+"""Callback with a record that failed; runs on the queue's own thread, or on one that sends or flushes."""
+
+OnEnd = Callable[[KafkaError | None, Message], None]
+"""librdkafka's callback for the end of a record, with the same threads."""
 
 Waiter = asyncio.Future[str]
 """Future for the reason why a record failed; empty if the log has it."""
@@ -57,8 +60,11 @@ class FeedbackCounts:
 class FeedbackQueue:
     """Queues feedback records and reports the end of each. Thread-safe; one per process, not usable after a fork.
 
-    `kafka` names the brokers, "host:port,host:port", or is settings; for the others see `producer.QueueOptions`.
-    Raises ValueError if no brokers are named.
+    Args:
+        kafka: the brokers, "host:port,host:port", or settings.
+        confirms: whether `deliver` can be used. If not, only failures are reported, which takes less time.
+
+    The others are described in `producer.QueueOptions`. Raises ValueError if no brokers are named.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class FeedbackQueue:
         max_queued: int = 100_000,
         linger_ms: float = 5.0,
         delivery_timeout_s: float = 120.0,
+        *,
+        confirms: bool = True,
     ) -> None:
         kafka = KafkaSettings(bootstrap=kafka) if isinstance(kafka, str) else kafka
         self._topic = Names(kafka.topic_prefix).of(Topic.FEEDBACK)
@@ -78,14 +86,12 @@ class FeedbackQueue:
             "delivery.timeout.ms": round(delivery_timeout_s * 1000),
         }
         settings = producer_settings(kafka, f"tidemill-feedback-{source}")
-        self._producer = Producer({**settings, **own, **kafka.client_options})
+        settings |= {**own, **kafka.client_options, "delivery.report.only.error": not confirms}
+        self._producer = Producer(settings)
         self._process = os.getpid()
         self._lock = threading.Lock()
         """Held while the counts and failures below are read or changed."""
-        self._changed = threading.Condition(self._lock)
-        self._draining = 0
-        """Number of threads that wait for a change."""
-        self._accepted = self._delivered = self._failed = 0
+        self._accepted = self._failed = 0
         self._failures: deque[FailedEvent] = deque(maxlen=FAILURES_KEPT)
         self._unreported = 0
         self._partitions = 0
@@ -95,8 +101,6 @@ class FeedbackQueue:
         """Ended records of `deliver` with their reasons, from the poller's thread."""
         self._woken = False
         self._closed = threading.Event()
-        self._on_delivery = self._delivery
-        """One method object: librdkafka keeps the callback of each record in the queue."""
 
         def poll() -> None:
             while not self._closed.is_set():
@@ -109,10 +113,14 @@ class FeedbackQueue:
     def counts(self) -> FeedbackCounts:
         """Counts of the records so far, by their end."""
         with self._lock:
-            return FeedbackCounts(self._accepted, self._delivered, self._failed)
+            # librdkafka's count contains each record until its callback has returned, and batches of ended ones.
+            delivered = self._accepted - len(self._producer) - self._failed
+            return FeedbackCounts(self._accepted, max(0, delivered), self._failed)
 
-    def put(self, record: Feedback, deadline: float, ended: Ended | None = None) -> None:
+    def put(self, record: Feedback, deadline: float, on_end: OnEnd) -> None:
         """Queue one record; wait until `deadline`, of `time.monotonic()`, for a broker's first answer and for room.
+
+        `on_end` is `end` with its first argument. One callback for all records is much faster than one for each.
 
         Raises:
             FeedbackQueueFull, LogUnreachable: not within the deadline; the record was not accepted.
@@ -122,40 +130,33 @@ class FeedbackQueue:
         """
         if not self._partitions:
             self.find_partitions(deadline)
-        while not self.offer(record, ended):
+        while not self.offer(record, on_end):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise FeedbackQueueFull(NO_ROOM)
             self._producer.poll(min(ROOM_POLL_S, left))
 
-    def offer(self, record: Feedback, ended: Ended | None = None) -> bool:
+    def offer(self, record: Feedback, on_end: OnEnd) -> bool:
         """Queue one record without waiting, when the partition count is known; return whether there was room.
 
         Raises like `put`.
         """
         self._check_usable()
-        # One callback for all records is much faster; it decodes a failed record from its bytes.
-        told = self._on_delivery if ended is None else partial(self._told, record, ended)
-        with self._lock:
-            self._accepted += 1
         try:
             self._producer.produce(
                 self._topic,
                 self._codec.encode(record),
                 feedback_key(record.interaction_id, record.event_id).encode(),
                 partition_of(record.interaction_id, self._partitions),
-                told,
+                on_end,
             )
-        except BaseException as error:
-            with self._changed:
-                self._accepted -= 1
-                self._changed.notify_all()
-            if isinstance(error, BufferError):
-                return False
-            if not isinstance(error, KafkaException):
-                raise
+        except BufferError:
+            return False
+        except KafkaException as error:
             reason = f"the producer can write no more ({error}): make a new one"
             raise FeedbackNotDelivered(reason, (FailedEvent(record, str(error)),)) from error
+        with self._lock:
+            self._accepted += 1
         return True
 
     async def deliver(self, records: Sequence[Feedback], deadline_s: float) -> list[str]:
@@ -170,8 +171,8 @@ class FeedbackQueue:
         waiters: list[Waiter] = []
         for record in records:
             waiter: Waiter = asyncio.get_running_loop().create_future()
-            ended = partial(self._ended, waiter)
-            while not (taken := self.offer(record, ended)) and time.monotonic() < deadline:
+            on_end = partial(self._confirm, waiter)
+            while not (taken := self.offer(record, on_end)) and time.monotonic() < deadline:
                 await asyncio.sleep(ROOM_POLL_S)
             if not taken:
                 break
@@ -210,7 +211,7 @@ class FeedbackQueue:
         Raises FeedbackNotDelivered if records failed since the last call, or have not ended in time.
         """
         self._check_usable()
-        pending = self._drain(timeout_s)
+        pending = self._producer.flush(timeout_s)
         self._raise_failures()
         if pending:
             raise FeedbackNotDelivered(f"{pending} signals not acknowledged within {timeout_s:g} s")
@@ -222,18 +223,19 @@ class FeedbackQueue:
         """
         if self._closed.is_set() or self._process != os.getpid():
             return
-        self._drain(timeout_s)
+        self._producer.flush(timeout_s)
         self._closed.set()
         self._poller.join()
         deadline = time.monotonic() + GIVE_UP_S
-        while self.counts.pending and time.monotonic() < deadline:
+        while len(self._producer) and time.monotonic() < deadline:
             self._producer.purge()
             self._producer.flush(POLL_S)
         self._raise_failures()
 
-    def _ended(self, waiter: Waiter, _record: Feedback, reason: str) -> None:
-        """Pass the result to the event loop. Runs on the queue's thread."""
-        self._come.append((waiter, reason))
+    def _confirm(self, waiter: Waiter, error: KafkaError | None, message: Message) -> None:
+        """Pass the end of a record to the event loop. Runs on the queue's thread."""
+        self.end(None, error, message)
+        self._come.append((waiter, _reason(error)))
         loop = waiter.get_loop()
         # Appended before `_woken` is read, which `_settle` clears before it reads the deque: no result is missed.
         if not self._woken and not loop.is_closed():
@@ -247,18 +249,6 @@ class FeedbackQueue:
             if not waiter.done():
                 waiter.set_result(reason)
 
-    def _drain(self, timeout_s: float) -> int:
-        """Wait until all records accepted so far have ended; return how many have not."""
-        deadline = time.monotonic() + timeout_s
-        self._producer.flush(timeout_s)
-        # librdkafka's queue may be empty while the poller still runs the callbacks of the last records.
-        with self._changed:
-            target = self._accepted
-            self._draining += 1
-            self._changed.wait_for(lambda: self._delivered + self._failed >= target, deadline - time.monotonic())
-            self._draining -= 1
-            return max(0, target - self._delivered - self._failed)
-
     def _raise_failures(self) -> None:
         with self._lock:
             failed, count = tuple(self._failures), self._unreported
@@ -267,25 +257,23 @@ class FeedbackQueue:
         if count:
             raise FeedbackNotDelivered(f"{count} signals not delivered; the last: {failed[-1].reason}", failed)
 
-    def _told(self, record: Feedback, ended: Ended, error: KafkaError | None, message: Message) -> None:
-        self._delivery(error, message)
+    def end(self, on_failure: OnFailure | None, error: KafkaError | None, message: Message) -> None:
+        """Count a record if it failed, and pass it to `on_failure`. librdkafka counts the others."""
+        if error is None:
+            return
+        record = self._codec.decode(message.value())
+        assert isinstance(record, Feedback)
+        failed = FailedEvent(record, _reason(error))
+        with self._lock:
+            self._failed += 1
+            self._unreported += 1
+            self._failures.append(failed)
+        if on_failure is None:
+            return
         try:
-            ended(record, _reason(error))
+            on_failure(failed)
         except Exception:  # the caller's own code: its error must not end the thread of the other callbacks
             log.exception("the callback for feedback event %s raised", record.event_id)
-
-    def _delivery(self, error: KafkaError | None, message: Message) -> None:
-        record = None if error is None else self._codec.decode(message.value())
-        with self._lock:  # entering the condition would take longer
-            if record is None:
-                self._delivered += 1
-            else:
-                assert isinstance(record, Feedback)
-                self._failed += 1
-                self._unreported += 1
-                self._failures.append(FailedEvent(record, _reason(error)))
-            if self._draining:
-                self._changed.notify_all()
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
