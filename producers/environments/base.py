@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.config import HELD_OUT_ONE_IN
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import RewardComponent, Task
 
 Messages = Sequence[Message]
@@ -55,7 +56,7 @@ class Split(StrEnum):
     EVAL = "eval"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Reply:
     message: Message
     """The assistant's message with parsed tool calls; the next request contains it unchanged."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -21,6 +20,7 @@ from tokenizers.decoders import DecodeStream
 from tidemill.schemas.chat.messages import NO_TOOLS, Message, Tools
 from tidemill.schemas.chat.template import ChatTemplate, TemplateRefused
 from tidemill.schemas.config import ChatSettings
+from tidemill.schemas.record_class import record
 
 TOKENIZER_FILE = "tokenizer.json"
 CHATML = "chatml"
@@ -31,7 +31,7 @@ REMEMBERED, LONG = 512, 2**16
 """Number of cached opening prompts, which all rollouts of a group share, and greatest number of their characters."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class ReadTurn:
     """A sampled turn as a message."""
 

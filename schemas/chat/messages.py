@@ -69,8 +69,10 @@ def checked_tools(given: object) -> Tools:
 
     Raises BadMessage.
     """
-    if given is None or isinstance(given, Tools):
-        return given or NO_TOOLS
+    if isinstance(given, Tools):
+        return given
+    if given is None or given == ():
+        return NO_TOOLS
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise BadMessage("`tools` must be a list")
     if not given:

@@ -229,9 +229,10 @@ class ChatTemplate:
                 shown = [{"role": "user", "content": ""}, *shown]
             shown[0] = {**shown[0], "content": f"{first}\n\n{shown[0]['content']}".rstrip()}
         steps = MOST_STEPS + MOST_STEPS_EACH * (len(shown) + len(listed))
-        variables = {**self._variables, **({"tools": listed} if listed else self._without_tools), "messages": shown}
+        offered = {"tools": listed} if listed else self._without_tools
+        variables = {**self._variables, **offered, "messages": shown, "add_generation_prompt": prompt}
         try:
-            return self._render(steps, {**variables, "add_generation_prompt": prompt})
+            return self._render(steps, variables)
         except Exception as error:  # a template is a program of the model's author, and may raise any error
             raise TemplateRefused(f"the chat template does not accept this conversation: {error!s:.300}") from error
 
@@ -287,7 +288,10 @@ class ChatTemplate:
 
     def _message(self, message: Message) -> list[dict[str, Any]]:
         """Return the message in this template's form: several messages if it supports only one call for each turn."""
-        shown = {key: self.broken(value) for key, value in message.items() if key != "tool_calls"}
+        shown: dict[str, Any] = {"role": message["role"]}
+        for key, value in message.items():
+            if key not in ("role", "tool_calls"):
+                shown[key] = self.broken(value)
         if message["role"] == "tool" and not self.shows_results:
             return [{"role": "user", "content": f"<tool_response>\n{shown['content']}\n</tool_response>"}]
         calls = message.get("tool_calls")
