@@ -203,7 +203,11 @@ class FeedbackQueue:
             raise LogUnreachable(f"no Kafka broker answered within the deadline: {error.args[0].str()}") from error
         if self._topic not in topics:
             raise LookupError(f"topic {self._topic} does not exist: create the topics with `tidemill topics --create`")
-        return len(topics[self._topic].partitions)
+        if not (partitions := topics[self._topic].partitions):
+            raise LogUnreachable(
+                f"the brokers do not name the partitions of {self._topic}: {topics[self._topic].error}"
+            )
+        return len(partitions)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until every record accepted so far has ended.

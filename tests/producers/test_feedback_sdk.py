@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -37,9 +38,10 @@ from tidemill.producers.feedback import (
     FeedbackQueueFull,
     LogUnreachable,
     NotServed,
+    queue,
 )
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
-from tidemill.schemas.catalogue import Topic, feedback_key
+from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import partition_of
@@ -137,6 +139,17 @@ def test_the_error_for_a_missing_topic_says_how_to_create_it(kafka, topic_prefix
         FeedbackProducer(absent, PRODUCT) as feedback,
         pytest.raises(LookupError, match="tidemill topics --create"),
     ):
+        feedback.thumbs_up(token(), user="ann")
+
+
+def test_a_topic_whose_partitions_no_broker_names_is_an_unreachable_log(monkeypatch):
+    class Partless(queue.Producer):  # type: ignore[misc]  # the client's class is not typed
+        def list_topics(self, **_):
+            unnamed = SimpleNamespace(partitions={}, error="no leader")
+            return SimpleNamespace(topics={Names(KafkaSettings().topic_prefix).of(Topic.FEEDBACK): unnamed})
+
+    monkeypatch.setattr(queue, "Producer", Partless)
+    with FeedbackProducer(NOWHERE, PRODUCT) as feedback, pytest.raises(LogUnreachable, match="no leader"):
         feedback.thumbs_up(token(), user="ann")
 
 
