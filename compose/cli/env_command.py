@@ -19,7 +19,7 @@ from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import key_values
 from tidemill.compose.output import CsvOption, JsonOption, harmless, json_values, print_rows
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.environments.base import TaskQuery, checked_score
+from tidemill.producers.environments.base import EnvironmentFailed, TaskQuery, checked_score
 from tidemill.producers.environments.check import ScriptedPolicy, check_environment, task_of
 from tidemill.producers.environments.find import listed
 from tidemill.producers.environments.open import open_environment
@@ -169,7 +169,10 @@ async def try_environment(
             policy = sampler.policy(task)
             failure, score = "", None
             try:
-                score = checked_score(await environment.play(task, policy))
+                played = checked_score(await environment.play(task, policy))
+                if not policy.conversation:
+                    raise EnvironmentFailed("the policy was never called")  # a worker fails such a rollout too
+                score = played
             except Exception as error:  # noqa: BLE001 - any error of the environment's is a failed rollout
                 failure = f"{type(error).__name__}: {error}"
             episode = {

@@ -40,11 +40,11 @@ from tidemill.consumers.operate.audit.endings import CheckResult, Finding
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
-from tidemill.producers.environments.base import TaskDraft
+from tidemill.producers.environments.base import Score, TaskDraft
 from tidemill.producers.environments.check import ScriptedPolicy
 from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.schemas.log.admin import TopicState
-from tidemill.schemas.records import GateDecision, GateVerdict, Task
+from tidemill.schemas.records import GateDecision, GateVerdict, RewardComponent, Task
 from tidemill.streams.gate.controller import Snapshot
 
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -351,6 +351,13 @@ def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
     monkeypatch.setattr(Silent, "policy", lambda _self, _task: ScriptedPolicy([""], 0))
     none = run(*tried)
     assert none.exit_code == 1 and none.stdout.endswith("0 of 2 solved, 2 failed\n")
+
+    async def unasked(*_given: object) -> Score:
+        return Score((RewardComponent("solved", 1.0, 1.0),), success=True)
+
+    monkeypatch.setattr(LedgerEnvironment, "play", unasked)
+    none = run(*tried)
+    assert none.exit_code == 1 and "failed: EnvironmentFailed: the policy was never called" in none.stdout
 
 
 def test_topics_are_listed(monkeypatch):
