@@ -265,7 +265,7 @@ def verdict(devices: Devices, found: FitPlan) -> str:
             f"does not fit: the trainer takes {ranks} of the {devices.count} devices, and a replica {each} more; "
             "side by side on the same devices they are too large"
         )
-    where = "on the same devices" if found.shared else f"beside {found.replica_count} replica(s) on {each} each"
+    where = "a replica on the same ones" if found.shared else f"beside {found.replica_count} replica(s) on {each} each"
     return f"fits: the trainer on {ranks} device(s), {where}"
 
 

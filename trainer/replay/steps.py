@@ -28,7 +28,7 @@ from tidemill.trainer.serving_view import ServingView
 from tidemill.trainer.step import StepOutcome
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
-REMEDY = "give the original --config, device and number of ranks, and the settings to change as --what-if"
+REMEDY = "give the original --config, device and number of ranks; `replay steps` takes settings to change as --what-if"
 
 
 @dataclass(frozen=True, slots=True)
