@@ -27,7 +27,8 @@ import pytest
 import torch
 
 from tests.forked_ranks import run_ranks
-from tests.trainer.conftest import make_trainable, make_trainable_batch, tiny_model
+from tests.trainer.conftest import fingerprint_of, make_trainable, make_trainable_batch, tiny_model
+from tests.trainer.families import make_model
 from tests.waiting import until
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.trainer import job as job_module
@@ -42,6 +43,7 @@ from tidemill.trainer.master import MasterWeights, own_part
 from tidemill.trainer.mismatch import measure
 from tidemill.trainer.replay.steps import StepReplay, follow_replay
 from tidemill.trainer.run import run
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner
 from tidemill.trainer.stored_model import NotByRowsError
 from tidemill.trainer.trainable import TopicProgress, TrainableGroup
@@ -316,11 +318,19 @@ def processes(job: Found) -> tuple[int, str]:
     return job["ranks"], job["name"] if job["scenario"] in APART else ""
 
 
+def warm_up() -> None:
+    """Take a step in this process, so that its forks need neither import nor load what a first step does."""
+    learner = Learner(make_model("Qwen3Moe"), settings_of(kl={"coefficient": 0}), None)
+    learner.train([make_trainable("a")], 1, 0, 1)
+    fingerprint_of(serving_view(learner.model))
+
+
 def main() -> None:
     """Run all jobs in their order."""
     path = Path(sys.argv[1])
     out = path.parent
     torch.set_num_threads(1)
+    warm_up()
     for (ranks, _), together in groupby(json.loads(path.read_text()), key=processes):
         jobs = list(together)
         work = partial(run_rank, jobs, out=out)
