@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.consumers import engine_driver
 from tidemill.consumers.replica.environment import prepare_environment
 
@@ -48,8 +50,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     engine_driver.prepare()
-    import tidemill.consumers.replica.server  # noqa: F401 - once, before the forks
+    # Once, before the forks: the server's modules, and what numba loads for its first compiled loop.
+    import tidemill.consumers.replica.server  # noqa: F401
 
+    engine_driver.total({"weight": np.zeros(1, np.uint16)})
     for line in sys.stdin:
         module, name = line.rstrip("\n").split(" ", 1)
         directory = Path(name)
