@@ -49,7 +49,7 @@ def publish(trial: TrainerTrial, versions: int):
 
 
 def test_a_good_trainer_passes(broker, tmp_path: Path):
-    command = [sys.executable, "-m", "tidemill", "trainer", "check", "--kills", "2", "--json", "--"]
+    command = [sys.executable, "-m", "tidemill", "trainer", "check", "--kills", "1", "--json", "--"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [*command, sys.executable, small_trainer.__file__, *PLACES],
