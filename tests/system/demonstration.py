@@ -74,6 +74,8 @@ class Finished:
     summary: dict
     connections: dict[str, set[str]]
     """Remote TCP addresses by role, seen while it ran."""
+    listening: dict[str, set[str]]
+    """Addresses on which a role listened, by role."""
     commands: set[str]
     killed: set[str]
     """Roles killed while it ran."""
@@ -114,10 +116,12 @@ class Finished:
             stack.down()
 
     def connected(self, *servers: str) -> tuple[set[str], set[str]]:
-        """Return the addresses to which roles other than `servers` connected, and those that no settings file names."""
+        """Return the addresses to which roles other than `servers` connected, and those on which no server listens and
+        which no settings file names."""
         settings = "".join(path.read_text() for path in self.directory.glob("settings*.toml"))
         seen = set().union(*(found for role, found in self.connections.items() if role not in servers))
-        return seen, {each for each in seen if f'"{each}"' not in settings and f'//{each}"' not in settings}
+        foreign = seen.difference(*(self.listening.get(role, ()) for role in servers))
+        return seen, {each for each in foreign if f'"{each}"' not in settings and f'//{each}"' not in settings}
 
     def newest_anchor(self) -> Path:
         anchors = self.directory.glob("store/*/anchors/main/v*")
@@ -141,12 +145,13 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, 
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream)
     connections: dict[str, set[str]] = {}
+    listening: dict[str, set[str]] = {}
     killed: set[str] = set()
     try:
         deadline = time.monotonic() + DEADLINE_S
         while process.poll() is None:
             assert time.monotonic() < deadline, log.read_text()
-            look(process.pid, connections)
+            look(process.pid, connections, listening)
             if kill_after and not killed and re.search(kill_after, log.read_text()):
                 running = {role: child for child in descendants(process.pid) if (role := role_of(child))}
                 for child in running.values():
@@ -162,7 +167,7 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, 
     with suppress(AssertionError):  # a test reports what is left
         until(lambda: not belonging_to(data_dir), deadline_s=GONE_S, pause_s=0.5)
     summary, left = json.loads(output.read_text()), belonging_to(data_dir)
-    return Finished(summary, connections, set(connections), killed, log.read_text(), left)
+    return Finished(summary, connections, listening, set(connections), killed, log.read_text(), left)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -197,12 +202,14 @@ def role_logs(data_dir: Path) -> str:
     return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in data_dir.rglob("logs/*.log"))
 
 
-def look(pid: int, connections: dict[str, set[str]]) -> None:
+def look(pid: int, connections: dict[str, set[str]], listening: dict[str, set[str]]) -> None:
+    """Add the addresses of the roles' connections, and those on which they listen."""
     for process in descendants(pid):
         try:
-            role = role_of(process)
-            found = {f"{c.raddr.ip}:{c.raddr.port}" for c in process.net_connections("tcp") if c.raddr}
+            role, found = role_of(process), process.net_connections("tcp")
         except psutil.Error:
             continue
         if role:
-            connections.setdefault(role, set()).update(found)
+            connections.setdefault(role, set()).update(f"{c.raddr.ip}:{c.raddr.port}" for c in found if c.raddr)
+            served = (c.laddr for c in found if c.status == psutil.CONN_LISTEN)
+            listening.setdefault(role, set()).update(f"{address.ip}:{address.port}" for address in served)

@@ -59,8 +59,9 @@ def test_every_role_is_a_separate_process_and_is_restarted_when_killed(finished:
     assert finished.said.count("was killed by SIGKILL: it is started again in 1 s") >= len(finished.killed)
 
 
-def test_roles_connect_only_to_the_broker_and_the_replicas(finished: Finished):
-    seen, foreign = finished.connected("serve")
+def test_roles_connect_only_to_the_broker_the_replicas_and_the_sink(finished: Finished):
+    """The page asks the sink for its numbers."""
+    seen, foreign = finished.connected("serve", "sink")
     assert seen and not foreign
 
 

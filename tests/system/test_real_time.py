@@ -158,7 +158,7 @@ def a_thumb_that_taught(newest: int, records: dict[type, list[Record]]) -> Feedb
 
 def test_the_roles_are_separate_processes_and_connect_only_to_addresses_in_the_settings(played: Finished):
     assert {"train", "serve", "route", "stream", "gate", "rollout", "feed", "users"} <= played.commands
-    seen, foreign = played.connected("serve", "route")
+    seen, foreign = played.connected("serve", "route", "sink")
     assert seen and not foreign
 
 
