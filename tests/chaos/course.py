@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.chaos import observed_users
 from tests.chaos.keeper import RoleSpec
 from tests.chaos.tally import BATCHES, FEED, GATE, GATEWAY, JOIN, ROUTE, SINK, STREAM, TRAIN, USERS
-from tests.second_act import QUICK_SECOND_ACT
+from tests.quick_loop import CALM, QUICK_SECOND_ACT
 from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo.plan import CANARY, CONFIG_NAME, ONLINE_CONFIG_NAME, STABLE, DemoPlan
 from tidemill.compose.processes import TIDEMILL
@@ -26,6 +26,7 @@ TRAIN_ONLINE, FEED_ONLINE = "train-online", "feed-online"
 PROGRAM = (str(Path(observed_users.__file__)),)
 NOTES_NAME = "users.jsonl"
 EVERY_STEP = (
+    *CALM,
     "sink.http_port=0",
     "run.skip_no_signal=false",
     "feed.deadline_s=90",
@@ -52,7 +53,7 @@ FROM_USERS = (
     "feed.eval_group_size=4",
     "feed.group_size=8",
     "trainer.online.max_wait_seconds=10",
-    "users.interactions_per_second=8",
+    "users.interactions_per_second=5",
     "users.concurrency=8",
     "gateway.user_rate=1000",
     "gateway.user_burst=1000",

@@ -15,7 +15,7 @@ import pytest
 from demonstration import ABOUT_USERS, TIMEOUT_S, Finished, run_demonstration
 from typer.testing import CliRunner
 
-from tests.second_act import QUICK_SECOND_ACT
+from tests.quick_loop import CALM, QUICK_SECOND_ACT
 from tidemill.compose.cli import app
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -46,6 +46,7 @@ QUICK = [
     "users.interactions_per_second=16",
     "users.concurrency=16",
     *QUICK_SECOND_ACT,
+    *CALM,
 ]
 
 

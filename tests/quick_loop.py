@@ -1,4 +1,4 @@
-"""Settings that make the demonstration's second act quick, for the tests that run it."""
+"""Settings that make the demonstration quick and its clients calm, for the tests that run it."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ QUICK_SECOND_ACT = (
     "gate.margin=1",
 )
 """Small batches, and a gate whose margin is so wide that little evidence is enough for a decision."""
+
+CALM = ('kafka.client_options={"fetch.wait.max.ms": "500"}', "stream.fetch_wait_ms=500")
+"""Longer waits of fetches without records: some thirty consumers with the default of 100 ms keep the broker, and
+themselves, busy with empty answers. A record still ends a fetch at once."""
