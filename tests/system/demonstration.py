@@ -157,7 +157,9 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, 
             assert time.monotonic() < deadline, log.read_text()
             look(process.pid, connections, listening)
             if kill_after and not killed and re.search(kill_after, log.read_text()):
-                running = {role: child for child in descendants(process.pid) if (role := role_of(child))}
+                # Not their engine cores, which may have the command line of the role.
+                roles = descendants(process.pid, recursive=False)
+                running = {role: child for child in roles if (role := role_of(child))}
                 for child in running.values():
                     child.kill()
                 killed = set(running)
@@ -174,9 +176,9 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, 
     return Finished(summary, connections, listening, set(connections), killed, log.read_text(), left)
 
 
-def descendants(pid: int) -> list[psutil.Process]:
+def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return psutil.Process(pid).children(recursive=recursive)
     except psutil.NoSuchProcess:
         return []
 
