@@ -87,7 +87,8 @@ class StreamSettings(Section):
 
     instance: str = ""
     """Stable name of this worker in its group (static membership): a restart within the session timeout keeps its
-    partitions. Empty: a new member at each start."""
+    partitions. Empty: a new member at each start. Each worker needs its own name: of two with the same one, the first
+    ends with `transactional`; with Faust both continue, and write each output twice."""
 
     accept_gaps: bool = False
     """Continue if the log deleted records before this worker had read them; the loss is logged and counted. Otherwise
