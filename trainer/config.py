@@ -189,8 +189,8 @@ class TrainerSettings(Section):
     """Optimizer updates into which a batch is split; the policy changes after each of them."""
 
     row_tokens: int = Field(default=1024, ge=16)
-    """Maximum tokens of one forward pass, shared ones counted once; a longer rollout has a row of its own. On a GPU even
-    a short row takes the time to launch all its kernels: there, use 16384 or more, as far as the memory allows."""
+    """Maximum tokens of one forward pass, shared ones counted once; a longer rollout has a row of its own. Even a short
+    row takes a GPU the time to launch all its kernels: there, use 16384 or more, as far as the memory allows."""
 
     share_prefixes: bool = True
     """Compute the common first tokens of the segments of a forward pass once: the prompt of a group, turns that
