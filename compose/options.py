@@ -125,16 +125,17 @@ def with_local_log(settings: TidemillSettings) -> TidemillSettings:
         ConnectionError: neither exists, or the configured brokers refuse this client (AccessRefused).
         SecurityError: the configured security cannot open a connection.
     """
-    if settings.kafka.bootstrap:
-        check_access(settings.kafka)
-        return settings
-    address = local_bootstrap(settings.stack)
-    if address is None:
-        raise ConnectionError(
-            "no Kafka: give --bootstrap HOST:PORT (or TIDEMILL_KAFKA__BOOTSTRAP), or start the local stack with "
-            "`tidemill stack up`"
-        )
-    return settings.model_copy(update={"kafka": with_address(settings.kafka, address)})
+    kafka = settings.kafka
+    if not kafka.bootstrap:
+        address = local_bootstrap(settings.stack)
+        if address is None:
+            raise ConnectionError(
+                "no Kafka: give --bootstrap HOST:PORT (or TIDEMILL_KAFKA__BOOTSTRAP), or start the local stack with "
+                "`tidemill stack up`"
+            )
+        kafka = with_address(kafka, address)
+    check_access(kafka)
+    return settings.model_copy(update={"kafka": kafka})
 
 
 def log_to_stderr() -> None:

@@ -193,7 +193,11 @@ def simulate(
     settings = begin_role(settings_of, users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
     asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
 
+    answers = 0
+
     def say(seen: UserActivity) -> None:
+        nonlocal answers
+        answers = seen.interactions
         if as_json:
             print(json.dumps(json_values(seen)), flush=True)
             return
@@ -202,6 +206,8 @@ def simulate(
         print(f"satisfied by version: {rates}; {said}", flush=True)
 
     run(settings.kafka, settings.product, settings.users, islice(asked, measure), say)
+    if measure is not None and not answers:
+        raise ConnectionError(f"no question was answered: does a replica serve behind {settings.users.router}?")
 
 
 users_app = typer.Typer(

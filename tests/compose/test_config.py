@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from tidemill.compose import options
 from tidemill.compose.config import TidemillSettings, load_settings, merge, parse_assignments
+from tidemill.schemas.log.access import SecurityError
 
 
 def file_with(tmp_path: Path, text: str) -> Path:
@@ -125,3 +127,9 @@ def test_every_field_is_documented_and_unknown_keys_are_refused_everywhere():
                 and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
             }  # fmt: skip
         assert not section.model_fields.keys() - documented, f"{section.__name__}: fields without a docstring"
+
+
+def test_options_that_no_client_takes_are_named_also_for_the_local_stack(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(options, "local_bootstrap", lambda _: "127.0.0.1:9")
+    with pytest.raises(SecurityError, match=r"kafka\.client_options cannot be used.*no\.such\.option"):
+        options.with_local_log(TidemillSettings(kafka={"client_options": {"no.such.option": "1"}}))

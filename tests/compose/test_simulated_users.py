@@ -14,8 +14,10 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from tidemill.compose.config import UsersSettings
+from tidemill.compose.cli import app
+from tidemill.compose.config import TidemillSettings, UsersSettings
 from tidemill.compose.demo.people import (
     BOT_VOTES,
     Conversation,
@@ -429,3 +431,14 @@ def test_all_concurrent_conversations_have_their_requests_answered_at_the_same_t
         assert all(isinstance(one, NoAnswer) and "HTTP 503" in str(one) for one in found), found
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("answers", "status"), [(0, 1), (3, 0)])
+def test_a_measurement_without_an_answer_is_an_error(answers: int, status: int, monkeypatch: pytest.MonkeyPatch):
+    seen = UserActivity(4, answers, 4 - answers, {}, [])
+    monkeypatch.setattr("tidemill.compose.cli.users_command.begin_role", lambda *_, **__: TidemillSettings())
+    monkeypatch.setattr("tidemill.compose.demo.users.run", lambda *_: _[-1](seen))
+    result = CliRunner().invoke(app, ["users", "simulate", "--measure", "4"])
+    assert (1 if result.exception else 0) == status
+    assert f"{answers} answers, 0 signals" in result.output
+    assert ("no question was answered" in str(result.exception)) is bool(status)
