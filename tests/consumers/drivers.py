@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def forked(work: Callable[..., Any], found: Path, *arguments: Any) -> int:
             prepare_environment(1)
             found.write_text(json.dumps(work(*arguments)))
             status = 0
+        except BaseException:  # noqa: BLE001 - the fork ends here; its parent learns only the status
+            traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(status)

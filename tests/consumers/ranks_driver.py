@@ -47,7 +47,7 @@ def install() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from tidemill.consumers.replica import extension
+    from tidemill.consumers.replica import live_weights
     from tidemill.consumers.replica.extension import ReplicaExtension
 
     execute, commit, undo = (
@@ -55,7 +55,7 @@ def install() -> None:
         ReplicaExtension.tidemill_commit,
         ReplicaExtension.tidemill_undo,
     )
-    taken_over, gather_rows = extension.taken_over, CpuCommunicator.all_gatherv
+    taken_over, gather_rows = live_weights.taken_over, CpuCommunicator.all_gatherv
     broken: list[str] = []
 
     def execute_model(runner: Any, scheduled: Any, *rest: Any, **options: Any) -> Any:
@@ -96,7 +96,7 @@ def install() -> None:
         return taken_over(path, digest)
 
     GPUModelRunner.execute_model = execute_model
-    extension.taken_over, CpuCommunicator.all_gatherv = take, all_gatherv
+    live_weights.taken_over, CpuCommunicator.all_gatherv = take, all_gatherv
     ReplicaExtension.tidemill_commit, ReplicaExtension.tidemill_undo = tidemill_commit, tidemill_undo
     ReplicaExtension.test_record = lambda worker: _record
     ReplicaExtension.test_slow = slow

@@ -103,5 +103,5 @@ def test_a_panel_that_has_not_changed_is_not_sent_again(view: View):
     first = view.get("/panel/accounting")
     again = view.get("/panel/accounting", headers={"If-None-Match": first.headers["ETag"]})
     assert (again.status_code, again.content) == (304, b"")
-    # Both answers report the age of the numbers.
-    assert 0 <= int(first.headers["Age"]) <= int(again.headers["Age"])
+    # Both answers report the age of the numbers, which may have been read again in between.
+    assert min(int(answer.headers["Age"]) for answer in (first, again)) >= 0
