@@ -23,20 +23,22 @@ ANSWER_S = 0.05
 
 
 class FakeReplica:
-    """Answers each request in `answer_s`."""
+    """Answers each request in `ANSWER_S`; if `answered` is not 0, only so many, and no other one."""
 
-    def __init__(self, status: int = 200, usage: bool = True, answer_s: float = ANSWER_S) -> None:
+    def __init__(self, status: int = 200, usage: bool = True, answered: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.most_at_once = self._at_once = 0
-        self._status, self._usage, self._answer_s = status, usage, answer_s
+        self._status, self._usage, self._answered = status, usage, answered
 
     async def complete(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.json())
         self.headers.append(dict(request.headers))
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
-        await asyncio.sleep(self._answer_s)
+        await asyncio.sleep(ANSWER_S)
+        if self._answered and len(self.bodies) > self._answered:
+            await self._end.wait()
         self._at_once -= 1
         answer = {"choices": [{}]} | ({"usage": {"completion_tokens": 8}} if self._usage else {})
         return web.json_response(answer, status=self._status)
@@ -127,7 +129,8 @@ def test_an_address_without_a_server_is_a_clear_error():
 
 
 def test_an_interrupt_ends_it_with_the_numbers_so_far():
-    replica = FakeReplica(answer_s=0.2)
+    # A request before the first level, and its three: the second level is still running at the interrupt.
+    replica = FakeReplica(answered=4)
     with replica.serving() as address:
         command = [sys.executable, "-m", "tidemill", "tune", "replica", "--address", address, "--json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
