@@ -79,7 +79,7 @@ def run_check(check: GpuCheck) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         late = f"not done within {check.seconds:g} s"
-        # Bytes, whatever was asked for.
+        # Bytes, also with text=True.
         so_far = (error.stdout or b"").decode(errors="replace")
         return {"passed": False, "seconds": check.seconds, "problem": "\n".join([late, *so_far[-3000:].splitlines()])}
     told: dict[str, Any] = {"passed": done.returncode == 0, "seconds": round(time.monotonic() - begun, 1)}

@@ -2,17 +2,19 @@
 
 Two steps of small random models, from the same weights and rollouts: model families, formats of served weights with
 activations in the same format, recorded experts, minibatches with a reference, recomputed activations. In float32 on
-both devices, loss, norm of the gradient and logprobs must agree up to rounding: `relative` is the largest difference of
-the first two, `logprobs` that of the logprobs, of which those of the second step also see the first update. A
-format rounds a value near a tie to another code on another device, so its bounds are wider. In bfloat16 on the GPU, two
-runs must give the same weights bit for bit; `bf16_logprobs` is the largest difference from float32. The last line
-compares attention along a tree in bfloat16, by torch's call and by matrix products, with float32.
+both devices, losses, norms of the gradient and logprobs must agree up to rounding. `relative` is the largest relative
+difference of losses and norms, `logprobs` the largest difference of logprobs. In the second step these also depend on
+the first update. The bounds of a format are wider, because a value near a tie can get another code on another device.
+In bfloat16 on the GPU, two runs must give the same weights bit for bit; `bf16_logprobs` is the largest difference of
+their logprobs from float32. The last line compares attention along a tree in bfloat16, by torch's call and by matrix
+products, with float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,13 +23,12 @@ import numpy as np
 import torch
 
 from tests.gpu.delta_speed import DEVICE
-from tests.trainer.conftest import VOCAB, fingerprint_of, make_trainable
+from tests.trainer.conftest import VOCAB, drawn_experts, fingerprint_of, make_trainable, settings_of
 from tests.trainer.families import make_model
 from tidemill.trainer import attention
 from tidemill.trainer.attention import TreeAttention, tree_calls
-from tidemill.trainer.batch import routed_tokens
 from tidemill.trainer.choices import Compute, Estimator, Routing, ServingActivations, ServingFormat
-from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import KlSettings, OptimizerSettings
 from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner
 
@@ -80,35 +81,20 @@ def main() -> None:
 
 def steps(family: str, changes: dict[str, Any], device: str, compute: Compute) -> dict[str, Any]:
     """Take two steps; return losses and norms of the gradient, logprobs of the trained tokens, and the fingerprint."""
-    settings = TrainerSettings(
-        **{
-            "kl": KlSettings(coefficient=0.0),
-            "optimizer": OptimizerSettings(learning_rate=1e-4),
-            "row_tokens": 256,
-            "device": device,
-            "compute": compute,
-            **changes,
-        }
-    )
+    slow = OptimizerSettings(learning_rate=1e-4)
+    settings = settings_of(optimizer=slow, row_tokens=256, device=device, compute=compute, **changes)
     model, reference = make_model(family, vocab_size=VOCAB), make_model(family, vocab_size=VOCAB)
     learner = Learner(model, settings, reference if settings.kl.coefficient else None)
     groups, values, logprobs = [make_trainable(name) for name in "abc"], list[float](), list[torch.Tensor]()
     if settings.routing is Routing.REPLAYED:
-        groups = [replace(group, expert_ids=some_experts(group, model.config)) for group in groups]
+        layers, experts = model.config.num_hidden_layers, range(model.config.num_experts)
+        groups = [replace(group, expert_ids=drawn_experts(group, experts, layers)) for group in groups]
     for step in (1, 2):
         outcome = learner.train(groups, step, step - 1, seed=step)
         assert outcome.trained is not None
         values += [outcome.metrics["loss"], outcome.metrics["grad_norm"]]
         logprobs.append(outcome.trained.trainer_logprobs)
     return {"values": values, "logprobs": logprobs, "fingerprint": fingerprint_of(serving_view(learner.model))}
-
-
-def some_experts(group: Any, config: Any) -> tuple[np.ndarray, ...]:
-    """Make expert ids for the rollouts of a group: for each token and layer, distinct experts."""
-    generator, shape = np.random.default_rng(0), (config.num_hidden_layers, config.num_experts)
-    sizes = [sum(map(routed_tokens, rollout.segments)) for rollout in group.rollouts]
-    drawn = [generator.random((size, *shape)).argsort(-1) for size in sizes]
-    return tuple(ids[..., : config.num_experts_per_tok].astype(np.uint8) for ids in drawn)
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -127,7 +113,7 @@ def attention_line() -> dict[str, Any]:
     for name, dtype in {"float32": torch.float32, "by_call": torch.bfloat16, "by_products": torch.bfloat16}.items():
         own = [state.detach().to(dtype).requires_grad_() for state in states]
         plain = mock.patch.object(attention, "_has_kernel", lambda *_: False)
-        with plain if name == "by_products" else mock.patch.dict({}):
+        with plain if name == "by_products" else nullcontext():
             out = TreeAttention.apply(*own, calls, 0.125)  # type: ignore[no-untyped-call]
             out.backward(slope.to(dtype))
         results[name] = [out.detach().float(), *(state.grad.float() for state in own if state.grad is not None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.records import build, member_of, tensor_infos
 from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import (
     CloseReason,
     Group,
@@ -28,7 +30,7 @@ from tidemill.schemas.records import (
     StepInput,
     VersionSpan,
 )
-from tidemill.trainer.batch import pack
+from tidemill.trainer.batch import pack, routed_tokens
 from tidemill.trainer.batch_builder import BatchBuilder
 from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.online_queue import OnlineQueue, WeightLine
@@ -123,6 +125,14 @@ def make_trainable(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0
     members = [member_of(record, 0, index) for index, record in enumerate(rollouts)]
     place = StepInput(group_id, Topic.GROUPS.value, 0, sum(map(ord, group_id)))
     return TrainableGroup(place, make_group(group_id, members), tuple(rollouts))
+
+
+def drawn_experts(group: TrainableGroup, experts: Sequence[int], layers: int, seed: int = 0) -> tuple[ExpertIds, ...]:
+    """Draw u1[tokens, layers, 2] for each rollout of a group: for a token and layer two of `experts`, in any order."""
+    random = np.random.default_rng(seed)
+    sizes = [sum(map(routed_tokens, rollout.segments)) for rollout in group.rollouts]
+    drawn = [random.permuted(np.tile(np.array(experts), (size, layers, 1)), axis=-1) for size in sizes]
+    return tuple(ids[..., :2].astype(np.uint8) for ids in drawn)
 
 
 def make_interaction(name: str, version: int = 0, **changes: object) -> Interaction:

@@ -22,12 +22,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.forked_ranks import run_ranks
-from tests.trainer.conftest import fingerprint_of, make_trainable, make_trainable_batch, tiny_model
+from tests.trainer.conftest import drawn_experts, fingerprint_of, make_trainable, make_trainable_batch, tiny_model
 from tests.trainer.families import make_model
 from tests.waiting import until
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -35,7 +34,6 @@ from tidemill.trainer import job as job_module
 from tidemill.trainer import step as step_module
 from tidemill.trainer import trained_weights
 from tidemill.trainer.attention import UntrainableModelError
-from tidemill.trainer.batch import routed_tokens
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.job import Job, open_job
@@ -87,12 +85,8 @@ def take(
 
 def group_of(name: str, experts: Sequence[int]) -> TrainableGroup:
     """Make a group; if `experts` are given, each layer sent its tokens to two of these, drawn for each token."""
-    group, random = make_trainable(name), np.random.default_rng(0)
-    if not experts:
-        return group
-    sizes = [sum(map(routed_tokens, rollout.segments)) for rollout in group.rollouts]
-    drawn = [random.permuted(np.tile(np.array(experts, np.uint8), (size, 2, 1)), axis=-1) for size in sizes]
-    return replace(group, expert_ids=tuple(ids[..., :2] for ids in drawn))
+    group = make_trainable(name)
+    return replace(group, expert_ids=drawn_experts(group, experts, layers=2)) if experts else group
 
 
 def led(scenario: Callable[[TrainedWeights, Found], Found]) -> Callable[[Job, Found], Found]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.trainer.conftest import fingerprint_of, make_segment, make_trainable, settings_of, tiny_model
+from tests.trainer.conftest import drawn_experts, fingerprint_of, make_segment, make_trainable, settings_of, tiny_model
 from tests.trainer.families import make_model
 from tidemill.schemas.expert_ids import packed_ids
 from tidemill.schemas.records import Claim
@@ -36,11 +36,7 @@ def experts_model() -> PreTrainedModel:
 
 
 def ids_of(group: TrainableGroup, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Make random expert ids for a group's rollouts: two experts per token, in any order."""
-    random = np.random.default_rng(seed)
-    sizes = [sum(routed_tokens(each) for each in rollout.segments) for rollout in group.rollouts]
-    drawn = [random.permuted(np.tile(np.arange(EXPERTS), (size, LAYERS, 1)), axis=-1) for size in sizes]
-    return tuple(ids[..., :TOP_K].astype(np.uint8) for ids in drawn)
+    return drawn_experts(group, range(EXPERTS), LAYERS, seed)
 
 
 def routed_group(name: str, seed: int = 0) -> TrainableGroup:
