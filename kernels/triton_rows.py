@@ -40,8 +40,8 @@ device function, with Triton values as arguments and result."""
 def kernel(function: Callable[..., Any]) -> Kernel:
     """Apply `triton.jit`, typed.
 
-    Scalars named `start`, `n`, `n_*` or `key_*` differ from call to call. Nothing about them is compiled in, not even
-    that 16 divides them: a tensor of another length would otherwise wait for the compiler.
+    Scalars named `start`, `n`, `n_*` or `key_*` differ from call to call. By default Triton compiles a kernel again if
+    such a number is 1 or divisible by 16; these are excluded, so that a new length does not wait for the compiler.
     """
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     varying = [name for name in names if name in ("start", "n") or name.startswith(("n_", "key_"))]

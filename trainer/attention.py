@@ -302,8 +302,10 @@ def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     On a CPU it always has one. On a GPU it is flash attention, for numbers of 16 bits and without a mask.
     """
     width = query.shape[-1]
-    if width != value.shape[-1] or query.device.type == "cpu":
-        return width == value.shape[-1]
+    if width != value.shape[-1]:
+        return False
+    if query.device.type == "cpu":
+        return True
     return query.device.type == "cuda" and query.element_size() == 2 and mask is None and width in range(8, 257, 8)
 
 

@@ -4,6 +4,9 @@ A write has two phases. `prepare` checks everything, computes the places and cop
 parameter and may run while the engine samples. `commit` only stores elements; `take_back` is equally fast. Invariants:
 a write happens whole or not at all, and only on the weights for which it was prepared; a read returns the values that
 the next forward pass uses, because both use the parameters' own storage.
+
+`RankWeights` does this for a worker of the engine: it prepares and proves in a thread, and keeps the last write so that
+it can be taken back. Nothing here needs vLLM.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ REMEDIES = {
     KafkaError.UNKNOWN_TOPIC_OR_PART: MISSING_TOPIC,
     KafkaError._UNKNOWN_TOPIC: MISSING_TOPIC,
     KafkaError.INVALID_TIMESTAMP: ": the clock of this host is more than a minute ahead of the broker's",
-    KafkaError.MSG_SIZE_TOO_LARGE: ": raise `max.message.bytes` of the topic, Tidemill writes records of up to 1 MiB",
+    KafkaError.MSG_SIZE_TOO_LARGE: ": raise `max.message.bytes` of the topic: Tidemill writes records of up to 1 MiB",
     KafkaError.INVALID_RECORD: ": a compacted topic refuses records without a key; compare it with `tidemill topics`",
     KafkaError.UNKNOWN: ": compare the topic with `tidemill topics`",
 }
