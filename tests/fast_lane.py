@@ -30,11 +30,14 @@ SLOW: tuple[str, ...] = (
     "consumers/test_clickhouse_server.py",
     "consumers/test_query.py::test_every_named_query_answers_on_empty_tables",
     "consumers/view/test_browser.py",
+    "consumers/view/test_numbers.py",
     "gpu/test_run.py::test_a_rehearsal_runs_every_check",
     "kernels/test_triton.py",
     "kernels/test_vectors.py::test_a_processor_without_vectors_makes_the_same_bytes",
     "producers/environments/test_docs.py",
     "producers/environments/test_process.py",
+    "producers/environments/test_reasoning_gym.py",
+    "producers/environments/test_textarena.py",
     "producers/environments/test_verifiers.py",
     "schemas/log/test_stall.py::test_a_process_that_was_stopped_and_goes_on_is_not_hung",
     "system",
@@ -44,9 +47,9 @@ SLOW: tuple[str, ...] = (
     "trainer/test_ranks.py",
 )
 """Folders, files and tests below tests/ that take long: whole demonstrations and trainings, mypy, Triton's interpreter,
-every view in a browser (22 s), every query (70 s on a ClickHouse server), kernels compiled again, a process for each
-bench, a stopped process, pytest in a process of its own, and one or more processes for each hostile environment and for
-the servers of verifiers (about 2 s a test)."""
+every view in a browser (22 s), every query (70 s on a ClickHouse server), every task of reasoning-gym and every game of
+TextArena, kernels compiled again, a process for each bench, a stopped process, pytest in a process of its own, and one
+or more processes for each hostile environment and for the servers of verifiers (about 2 s a test)."""
 
 REFUSAL = "the fast lane starts no {0}: let the test use the fixture `{0}`, by which the lane leaves it out"
 JAVA = f"""#!/bin/sh
