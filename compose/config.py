@@ -5,8 +5,10 @@ Later sources win: TOML file, then `TIDEMILL_<SECTION>__<KEY>` in the environmen
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import tomllib
 from enum import StrEnum
 from pathlib import Path
@@ -38,6 +40,9 @@ from tidemill.trainer.midtrain_config import MidtrainSettings
 DEFAULT_FILE = Path("tidemill.toml")
 PREFIX = "TIDEMILL_"
 """First part of the names of environment variables with settings."""
+SERVICE_NAME = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP|SCTP)")
+SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
+"""Names and values of the variables that Kubernetes sets for its services, such as TIDEMILL_GATEWAY_PORT."""
 
 
 class Act(StrEnum):
@@ -289,11 +294,7 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
     class FromFile(TidemillSettings):
         model_config = SettingsConfigDict(toml_file=file or DEFAULT_FILE)
 
-    # The library ignores these.
-    for variable in os.environ:
-        section, delimiter, _ = variable.lower().removeprefix(PREFIX.lower()).partition("__")
-        if delimiter and variable.upper().startswith(PREFIX) and section not in TidemillSettings.model_fields:
-            raise ValueError(f"environment variable {variable}: there is no section {section!r}")
+    check_variables()
     try:
         return FromFile(**(flags or {}))
     except ValidationError as error:
@@ -308,6 +309,22 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"configuration file {file or DEFAULT_FILE}: {error}") from error
+
+
+def check_variables() -> None:
+    """Raise ValueError for a variable of the environment that names no setting, which the library would ignore."""
+    sections: dict[str, Any] = {name: field.annotation for name, field in TidemillSettings.model_fields.items()}
+    known = [f"{PREFIX}{name}__{key}".upper() for name, section in sections.items() for key in section.model_fields]
+    for variable, value in os.environ.items():
+        name, delimiter, _ = variable.lower().removeprefix(PREFIX.lower()).partition("__")
+        if not variable.upper().startswith(PREFIX) or name in sections:
+            continue
+        if delimiter:
+            raise ValueError(f"environment variable {variable}: there is no section {name!r}")
+        of_kubernetes = SERVICE_NAME.search(variable) or SERVICE_VALUE.match(value)
+        if name.partition("_")[0] in sections and not of_kubernetes:
+            closest = difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0)[0]
+            raise ValueError(f"environment variable {variable}: no setting has this name; the closest is {closest}")
 
 
 def unusable(error: ValidationError) -> str:

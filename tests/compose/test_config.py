@@ -66,6 +66,26 @@ def test_an_unknown_section_in_the_environment_is_named(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "closest"),
+    [
+        ("TIDEMILL_KAFKA_BOOTSTRAP", "kafka:9092", "TIDEMILL_KAFKA__BOOTSTRAP"),
+        ("tidemill_run_id", "tuesday", "TIDEMILL_RUN__RUN_ID"),
+        ("TIDEMILL_GATEWAY_PORT", "8090", "TIDEMILL_GATEWAY__PORT"),
+    ],
+)
+def test_a_variable_with_one_underscore_after_a_section_is_refused(
+    variable: str, value: str, closest: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TIDEMILL_KERNELS", "cpu")  # no setting
+    monkeypatch.setenv("TIDEMILL_GATEWAY_SERVICE_PORT_HTTP", "8090")  # as Kubernetes sets them for a service
+    monkeypatch.setenv("TIDEMILL_GATEWAY_PORT_8090_TCP_ADDR", "10.0.0.1")
+    load_settings()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable}: no setting has this name; the closest is {closest}$"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
     ("variable", "text"), [("TIDEMILL_KAFKA__CLIENT_OPTIONS", '{"a"'), ("TIDEMILL_KAFKA", "plain")]
 )
 def test_a_table_in_the_environment_that_is_no_json_is_named(variable: str, text: str, monkeypatch: pytest.MonkeyPatch):
