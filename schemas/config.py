@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 CLAIM_CHECK_BYTES = 900_000
 """Payloads above this size go to the object store. Kafka's default limit of a record batch is 1,048,588 bytes."""
@@ -16,10 +16,18 @@ HELD_OUT_ONE_IN = 8
 
 
 class Section(BaseModel):
-    """Base class of all settings sections: unknown keys, NaN and infinities are errors, values do not change after
-    loading."""
+    """Base class of all settings sections: unknown keys, NaN, infinities and booleans for numbers are errors; values
+    do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
+            raise ValueError("a number is expected, not true or false")
+        return value
 
 
 class KafkaSettings(Section):

@@ -40,6 +40,8 @@ def test_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("[unknown]\nx = 1\n", "unknown"),
         ("[run]\nseed = -1\n", "run.seed"),
         ('[kafka]\npartitions = "many"\n', "kafka.partitions"),
+        ("[kafka]\npartitions = true\n", "kafka.partitions"),
+        ("[kafka]\nstall_timeout_s = false\n", "kafka.stall_timeout_s"),
         ("[trainer.optimizer]\nlearning_rate = inf\n", "trainer.optimizer.learning_rate"),
         ("[run\n", "settings.toml"),
     ],
