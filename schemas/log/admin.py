@@ -138,9 +138,17 @@ def check_topics(kafka: KafkaSettings) -> list[TopicState]:
     settings = {r.name: {k: e.value for k, e in f.result().items()} for r, f in described.items()}
     states = []
     for topic in wanted:
-        declared = {"partitions": str(topic.num_partitions), **(topic.config or {})}
-        partitions = len(existing[topic.topic].partitions) if topic.topic in existing else 0
-        actual = {**settings.get(topic.topic, {}), "partitions": str(partitions)}
+        declared = {
+            "partitions": str(topic.num_partitions),
+            "replication factor": str(topic.replication_factor),
+            **(topic.config or {}),
+        }
+        found = existing[topic.topic].partitions.values() if topic.topic in existing else ()
+        partitions, factors = len(found), sorted({len(one.replicas) for one in found})
+        actual = settings.get(topic.topic, {}) | {
+            "partitions": str(partitions),
+            "replication factor": " or ".join(map(str, factors)),
+        }
         drift = [f"{key} {actual.get(key)}, declared {v}" for key, v in declared.items() if actual.get(key) != v]
         states.append(TopicState(topic.topic, partitions, drift if partitions else ["missing"]))
     return states

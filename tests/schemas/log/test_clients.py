@@ -61,6 +61,8 @@ def test_drift_is_reported_and_missing_topics_too(every_topic: KafkaSettings):
     other = every_topic.model_copy(update={"partitions": 3})
     drifted = {state.name for state in check_topics(other) if state.drift}
     assert Names(every_topic.topic_prefix).of(Topic.ROLLOUTS) in drifted
+    thrice = every_topic.model_copy(update={"replication_factor": 3})
+    assert all(state.drift == ["replication factor 1, declared 3"] for state in check_topics(thrice))
     absent = every_topic.model_copy(update={"topic_prefix": "absent."})
     assert all(state.drift == ["missing"] for state in check_topics(absent))
 
