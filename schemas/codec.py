@@ -132,7 +132,9 @@ def _read(data: bytes, begin: int, wrote: _Schema) -> Record:
     except DecodeError:
         raise
     except Exception as error:  # fastavro raises errors of many types on hostile bytes; callers get one
-        raise DecodeError(f"{wrote.record_type.__name__}: {type(error).__name__}: {error}") from error
+        is_cut_off = isinstance(error, EOFError | IndexError) and not buffer.read(1)
+        reason = "the value ends before the record does" if is_cut_off else f"{type(error).__name__}: {error}"
+        raise DecodeError(f"{wrote.record_type.__name__}: {reason}") from error
 
 
 def confluent_frame(schema_id: int) -> bytes:

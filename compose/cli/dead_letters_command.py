@@ -55,7 +55,9 @@ A letter is named by its position, for instance `rollouts.dlq/3/17`.
 def list_command(
     settings_of: SettingsOf, topic: TopicOption = None, as_json: JsonOption = False, as_csv: CsvOption = False
 ) -> None:
-    """List dead letters by topic and reason: how many, the oldest and the newest.
+    """List dead letters by topic and beginning of the reason: how many, the oldest and the newest.
+
+    `show` prints the whole reason of one letter.
 
     Example: `tidemill dead-letters list --topic rollouts`
     """

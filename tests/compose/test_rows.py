@@ -501,7 +501,8 @@ def test_dead_letters_are_counted_without_keeping_them(monkeypatch):
 
     def read(_topics: object) -> Iterator[Letter]:
         nonlocal most
-        for offset, reason in ((7, "torn"), (2, "torn"), (9, "torn"), (1, "unknown framing")):
+        long = [(offset, "no key " + "x" * 500 + str(offset)) for offset in (11, 12)]
+        for offset, reason in ((7, "torn"), (2, "torn"), (9, "torn"), (1, "unknown framing"), *long):
             one = Letter(**vars(letter(offset, reason)))
             held.add(one)
             yield one
@@ -514,9 +515,11 @@ def test_dead_letters_are_counted_without_keeping_them(monkeypatch):
     monkeypatch.setattr("tidemill.compose.cli.dead_letters_command._dead_letters", opened)
     counted = [tuple(row.values()) for row in json.loads(run("dead-letters", "list", "--json").stdout)]
     times = ["1970-01-01T00:00:02.000Z", "1970-01-01T00:00:09.000Z"]
+    quoted = ["1970-01-01T00:00:11.000Z", "1970-01-01T00:00:12.000Z"]
     assert counted == [
         ("rollouts", "unknown framing", 1, *["1970-01-01T00:00:01.000Z"] * 2, ["assembly"], "rollouts.dlq/0/1"),
         ("rollouts", "torn", 3, *times, ["assembly"], "rollouts.dlq/0/9"),
+        ("rollouts", "no key " + "x" * 153 + "...", 2, *quoted, ["assembly"], "rollouts.dlq/0/12"),
     ]
     assert most <= 2
 

@@ -102,6 +102,13 @@ def test_a_reader_with_a_registry_reads_single_objects_too():
     assert codec_of("mock://codec").decode(Codec().encode(tick)) == tick
 
 
+def test_the_reason_says_that_a_value_is_cut_off():
+    whole = Codec().encode(Tick("worker", 2**40))
+    for cut in range(10, len(whole)):
+        with pytest.raises(DecodeError, match=r"^Tick: the value ends before the record does$"):
+            Codec().decode(whole[:cut])
+
+
 @settings(max_examples=300)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes):

@@ -92,8 +92,13 @@ def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
     )
 
 
+SHOWN_REASON = 160
+"""Characters at the beginning of a reason by which letters are counted: a reason may quote a value of any length."""
+
+
 def counts(letters: Iterable[StoredLetter]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Count letters by source topic and reason, in the order of the first letter of each. Keeps no letters.
+    """Count letters by source topic and beginning of their reason, in the order of the first letter of each. Keeps no
+    letters.
 
     Returns of each their number (`letters`), the times of the oldest and the newest (`oldest_ms`, `newest_ms`), the
     applications that wrote them (`found_by`), and the places of the `first` and of the `last`, this one with its name.
@@ -101,8 +106,9 @@ def counts(letters: Iterable[StoredLetter]) -> dict[tuple[str, str], dict[str, A
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for letter in letters:
         place, at_ms = letter.order, letter.raw.timestamp_ms
+        reason = letter.reason if len(letter.reason) <= SHOWN_REASON else f"{letter.reason[:SHOWN_REASON]}..."
         count = found.setdefault(
-            (letter.source[0], letter.reason),
+            (letter.source[0], reason),
             {"letters": 0, "oldest_ms": at_ms, "newest_ms": at_ms, "found_by": set(), "first": place, "last": ()},
         )
         count["letters"] += 1
