@@ -132,6 +132,8 @@ def test_records_that_cannot_be_read_and_records_without_a_name():
     junk = [Item(None, value, None, Position("groups", 0, 0), 1) for value in (b"a", b"b")]
     found = compare(junk[:1], junk[1:])
     assert found.first is not None and [f.path for f in found.first.fields] == ["value"]
+    elsewhere = Item(None, b"b", None, Position("groups", 1, 0), 1)
+    assert [one.kind for one in compare(junk[:1], [elsewhere]).differences] == ["only_there", "only_here"]
     document = Document("d", "s", "text")
     keyed = Item(b"\xffd", CODEC.encode(document), document, Position("documents", 0, 0), 1)
     assert list(named([keyed])[0]) == ["\\xffd"]

@@ -181,7 +181,9 @@ def identity(item: Item) -> str:
         case r.SkipDelta(run_id=run_id, branch=branch, version=version, base=base):
             return f"{run_id}, {branch}, version {version} from {base}"
         case _:
-            return "no key" if item.key is None else item.key.decode("utf-8", "backslashreplace")
+            if item.key is None:
+                return f"no key, partition {item.place.partition}"
+            return item.key.decode("utf-8", "backslashreplace")
 
 
 def event_us(item: Item) -> int:
