@@ -25,6 +25,8 @@ from tidemill.consumers.sink.config import SinkSettings
 FORMAT = "JSONCompact"
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\t": r"\t", "\r": r"\r", "\0": r"\0"})
 _PARAMETER = re.compile(r"\{(\w+):[^}]+\}")
+_NUMBER = re.compile(r"to(U?Int|Float)\d+Or(?:Zero|Null)\(\{(\w+):String\}")
+"""A parameter of a named query that the query reads as a number; it would read other text as 0 or NULL."""
 _INSERT = re.compile(r"^ *-- insert: (\w+)\n", re.MULTILINE)
 PING_S = 2.0
 EXTRA_S = 10.0
@@ -121,7 +123,7 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
         parameters: values of the query's `{name:Type}`. A missing parameter of a named query is empty.
 
     Raises:
-        QueryFailed: also for a parameter that the query does not take.
+        QueryFailed: also for a parameter that the query does not take, or of another type.
     """
     sql = sql_of(sql_or_name)
     given = parameters or {}
@@ -131,6 +133,10 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
         raise QueryFailed(f"the query takes no parameter {foreign[0]!r}; it takes {', '.join(taken) or 'none'}")
     if sql != sql_or_name:
         given = dict.fromkeys(taken, "") | dict(given)
+        for kind, name in _NUMBER.findall(sql):
+            form = r"-?\d+(\.\d+)?(e-?\d+)?" if kind == "Float" else r"-?\d{1,19}"
+            if given[name] and not re.fullmatch(form, given[name], re.ASCII):
+                raise QueryFailed(f"parameter {name!r} of {sql_or_name.strip()} is a number, not {given[name]!r}")
     try:
         return _answer(sink, sql, given)
     except QueryFailed as error:

@@ -18,7 +18,7 @@ from tests.consumers.sink_support import START_US, fill, group, rollout, rows_of
 from tests.records import build
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.query import ask, named_queries
+from tidemill.consumers.sink.query import QueryFailed, ask, named_queries
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
@@ -155,8 +155,12 @@ def test_one_step_and_one_version_are_selected_by_number(small):
     (size,) = told("delta_sizes")
     # 1000 elements of which 100 change: 1000 h(0.1) bits.
     assert (size["positions_bytes"], size["plain_bytes"], size["whole_bytes"]) == (59, 600, 2000)
-    for wrong in ("", "2", "one", "99999999999999999999", "1'"):
-        assert told("step", step=wrong) == told("version", version=wrong) == []
+    for absent in ("", "2"):
+        assert told("step", step=absent) == told("version", version=absent) == []
+    for wrong in ("one", "99999999999999999999", "1'"):
+        for name in ("step", "version"):
+            with pytest.raises(QueryFailed, match=f"parameter '{name}' of {name} is a number"):
+                told(name, **{name: wrong})
     assert told("step", step="1", run="another") == []
 
 

@@ -86,6 +86,13 @@ def test_a_parameter_of_a_named_query_that_is_not_given_is_empty(sink: SinkSetti
     assert ask(sink, "which", {"id": "nobody"}).rows == []
 
 
+def test_a_text_for_a_number_of_a_named_query_is_refused(sink: SinkSettings):
+    for name, parameter, wrong in (("step", "step", "abc"), ("rollout_list", "reward_min", "1,5")):
+        with pytest.raises(QueryFailed, match=f"parameter '{parameter}' of {name} is a number, not '{wrong}'"):
+            ask(sink, name, {parameter: wrong})
+    assert ask(sink, "step", {"step": "-1"}).rows == ask(sink, "rollout_list", {"reward_min": "1e3"}).rows == []
+
+
 def test_another_program_on_the_sinks_port_is_not_queried(sink: SinkSettings):
     with open_tables(sink) as (_, url):
         write_state(sink.directory, SinkState(1, url, sink.database))
