@@ -151,7 +151,7 @@ def plotted(panel: Panel, result: TableRows) -> dict[str, Any]:
 
 WIDTH = 1000.0
 """Width of a bar, in its own units."""
-KINDS = {"trained": "good", "reward": "good", "failed": "bad", "open": "quiet", "more": "bad"}
+KINDS = {"trained": "good", "evaluated": "good", "reward": "good", "failed": "bad", "open": "quiet", "more": "bad"}
 """The colour of a part by its first word; other parts have the colours of the series."""
 
 

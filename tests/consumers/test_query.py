@@ -292,11 +292,25 @@ def test_every_rollout_has_one_ending(small):
         ("train", "trained"): 2,
         ("train", "excluded: stale"): 2,
         ("train", "open: in no group"): 1,
-        ("eval", "excluded: eval"): 1,
+        ("eval", "evaluated"): 1,
     }
     assert all(r["trained_twice"] == r["held_out_trained"] == 0 for r in rows)
     totals = {r["mode"]: r["total"] for r in rows}
     assert totals == {mode: sum(n for (of, _), n in endings.items() if of == mode) for mode in ("train", "eval")}
+
+
+def test_a_held_out_rollout_in_a_group_is_evaluated_as_in_an_audit(over):
+    names = {"g0": "ab", "g1": "cd"}
+    played = {g: [rollout(name, g, Mode.EVAL, success=name != "d" or None) for name in of] for g, of in names.items()}
+    alone = rollout("e", "g2", Mode.EVAL)
+    excluded = StepExclusion("g0", "groups", 0, 0, "eval", 2)
+    groups = [group(name, members) for name, members in played.items()]
+    told = over([*played["g0"], *played["g1"], alone, *groups, step(1, [], [excluded])])
+    assert {row["ending"]: row["rollouts"] for row in told.rows("accounting")} == {
+        "evaluated": 3,
+        "failed": 1,
+        "open: in no group": 1,
+    }
 
 
 def test_a_group_with_contradicting_records_is_counted_one_rollout_at_a_time(over):

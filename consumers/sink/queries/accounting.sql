@@ -1,4 +1,4 @@
--- How did every rollout end: trained once, excluded with a reason, failed, or still open? Held-out tasks are never trained.
+-- How did every rollout end: trained once, evaluated, excluded with a reason, failed, or still open? Held-out tasks are never trained.
 -- title: How rollouts ended
 -- plot: flow
 -- x: ending
@@ -7,6 +7,7 @@
 -- unit: rollouts
 -- total: total
 -- part: /rollouts
+-- A held-out rollout in a group is evaluated, with or without the trainer's exclusion of it (`eval`).
 -- A group is `whole` if each of its records names exactly the rollouts that the table has of it, by number and sum of
 -- hashed ids; it is counted at once. `of_groups` is a value, and so computed once: the endings of whole groups, and the
 -- keys of all other groups. The rollouts of these, and of them alone, are counted one by one. `total` is counted apart
@@ -19,8 +20,9 @@ WITH
         (
             SELECT arrayConcat(
                 arrayMap((g, p, o) -> (cityHash64(g, p, o), 'trained'), inputs.group_id, inputs.partition, inputs.offset),
-                arrayMap((g, p, o, reason) -> (cityHash64(g, p, o), concat('excluded: ', reason)),
-                    exclusions.group_id, exclusions.partition, exclusions.offset, exclusions.reason)) AS all
+                arrayFilter(one -> one.2 != 'excluded: eval', arrayMap(
+                    (g, p, o, reason) -> (cityHash64(g, p, o), concat('excluded: ', reason)),
+                    exclusions.group_id, exclusions.partition, exclusions.offset, exclusions.reason))) AS all
             FROM train_steps
             ORDER BY _offset
             LIMIT 1 BY run_id, step
@@ -153,7 +155,7 @@ SELECT
         c.ended = 1 AND c.ending != 'trained', c.ending,
         c.failed, 'failed',
         c.ended = 1, 'trained',
-        c.grouped, 'open: in a group',
+        c.grouped, if(c.mode = 'eval', 'evaluated', 'open: in a group'),
         'open: in no group') AS ending,
     sum(c.rollouts) AS rollouts,
     sumIf(c.rollouts, c.trained_twice) AS trained_twice,

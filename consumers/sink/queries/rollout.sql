@@ -38,6 +38,7 @@ WITH
             exclusions.partition, exclusions.offset, concat('excluded: ', exclusions.reason)
         FROM steps
         ARRAY JOIN exclusions
+        WHERE exclusions.reason != 'eval'
     ),
     grouped AS
     (
@@ -68,7 +69,7 @@ SELECT
         g.ended = 1 AND g.ending != 'trained', g.ending,
         one.status = 'failed', 'failed',
         g.ended = 1, g.ending,
-        g.groups > 0, 'open: in a group',
+        g.groups > 0, if(one.mode = 'eval', 'evaluated', 'open: in a group'),
         'open: in no group') AS ending,
     g.step AS step,
     g.version AS version,

@@ -31,6 +31,7 @@ WITH
             LIMIT 1 BY run_id, step
         )
         ARRAY JOIN all AS one
+        WHERE reason != 'eval'
     ),
     met AS
     (
@@ -53,6 +54,10 @@ WITH
             -- A failed rollout is failed or excluded.
             AND ({ending:String} = '' OR startsWith({ending:String}, 'excluded') OR {ending:String} = 'more than one ending'
                 OR (status = 'failed') = ({ending:String} = 'failed'))
+            -- A held-out rollout in a group is evaluated, not open.
+            AND ({ending:String} != 'evaluated' OR mode = 'eval')
+            AND ({ending:String} NOT IN ('open', 'open: in a group') OR mode != 'eval'
+                OR _offset * 65536 + _partition NOT IN (SELECT arrayJoin(places) FROM members))
             -- Places of groups, and whether the rollout must be in one of them or in none. The rows below are exact.
             AND ({ending:String} != 'more than one ending' OR _offset * 65536 + _partition IN
             (
@@ -68,7 +73,7 @@ WITH
             (
                 SELECT arrayJoin(places)
                 FROM members
-                WHERE {ending:String} = 'open: in no group' OR ({ending:String} != 'open: in a group') = (mark IN
+                WHERE {ending:String} = 'open: in no group' OR ({ending:String} NOT IN ('open: in a group', 'evaluated')) = (mark IN
                 (
                     SELECT mark
                     FROM read
@@ -119,7 +124,7 @@ SELECT
         anyIf(r.reason, has(m.places, s.here)) != '', concat('excluded: ', anyIf(r.reason, has(m.places, s.here))),
         any(s.status) = 'failed', 'failed',
         countIf(has(m.places, s.here) AND r.mark != 0) = 1, 'trained',
-        countIf(has(m.places, s.here)) > 0, 'open: in a group',
+        countIf(has(m.places, s.here)) > 0, if(any(s.mode) = 'eval', 'evaluated', 'open: in a group'),
         'open: in no group') AS ending,
     anyIf(toNullable(r.step), has(m.places, s.here) AND r.mark != 0 AND r.reason = '') AS step,
     anyIf(toNullable(r.version), has(m.places, s.here) AND r.mark != 0 AND r.reason = '') AS version,

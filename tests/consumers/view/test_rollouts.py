@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TEXTS = TokenTexts(TOKENIZER)
-ENDINGS = ("trained", "excluded: stale", "excluded: eval", "failed", "open: in a group", "open: in no group")
+ENDINGS = ("trained", "excluded: stale", "evaluated", "failed", "open: in a group", "open: in no group")
 
 
 def listed(view: View, **values: object) -> list[str]:
