@@ -60,6 +60,11 @@ class Source:
                 self._pass(gap)
                 writer.write([], {(gap.topic, gap.partition): gap.first})
         self._begun = self._at()
+        deleted = {place: at for place, at in self._begun.items() if at and place not in writer.next_offsets}
+        for (topic, partition), first in deleted.items():
+            log.warning("%s[%d]: the log begins at offset %d: earlier records are a gap", topic, partition, first)
+            writer.enter_gap(RetentionGap(topic, partition, 0, first))
+        writer.write([], deleted)
         self._letters = DeadLetterReader(kafka, writer.next_offsets)
 
     def read(self, limit: int) -> list[Row]:

@@ -209,6 +209,18 @@ def write_in_transactions(settings: KafkaSettings, full_topic: str) -> None:
         writer.commit_transaction(DEADLINE_S)
 
 
+def test_a_log_whose_beginning_was_deleted_is_read_and_the_gap_recorded(settings: KafkaSettings, sink: Sink):
+    rollouts = Names(settings.topic_prefix).of(Topic.ROLLOUTS)
+    send(settings, range(10))
+    delete(settings, rollouts, 4)
+    for _start in range(2):
+        sink.start()
+        until(lambda: sink.rows() == 6)
+        gaps = ask(sink.settings, "SELECT _topic, _partition, first_offset, end_offset FROM sink_gaps").rows
+        assert gaps == [[rollouts, 0, 0, 4]]
+        assert sink.end(signal.SIGKILL) == -signal.SIGKILL
+
+
 def test_a_retention_gap_ends_the_sink_or_is_recorded_in_a_table(settings: KafkaSettings, sink: Sink):
     """Before the gap, it reads transactions to their end."""
     names = Names(settings.topic_prefix)
