@@ -45,6 +45,7 @@ from tidemill.producers.feedback.event import FeedbackMaker, FeedbackNotDelivere
 from tidemill.producers.feedback.producer import FLUSH_S
 from tidemill.producers.feedback.queue import FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
+from tidemill.schemas.catalogue import CREATE_TOPICS
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
@@ -112,7 +113,7 @@ class Health:
                 except LogUnreachable:
                     self._wrong = "no broker of the log answers"
                 except LookupError:
-                    self._wrong = "the log has no feedback topic: create the topics with `tidemill topics --create`"
+                    self._wrong = f"the log has no feedback topic: {CREATE_TOPICS}"
                 self._asked_at = time.monotonic()
             return self._wrong
 

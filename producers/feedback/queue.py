@@ -19,7 +19,7 @@ from functools import partial
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tidemill.producers.feedback.event import FailedEvent, FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
-from tidemill.schemas.catalogue import Names, Topic, feedback_key
+from tidemill.schemas.catalogue import CREATE_TOPICS, Names, Topic, feedback_key
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import producer_settings
@@ -202,7 +202,7 @@ class FeedbackQueue:
         except KafkaException as error:
             raise LogUnreachable(f"no Kafka broker answered within the deadline: {error.args[0].str()}") from error
         if self._topic not in topics:
-            raise LookupError(f"topic {self._topic} does not exist: create the topics with `tidemill topics --create`")
+            raise LookupError(f"topic {self._topic} does not exist: {CREATE_TOPICS}")
         if not (partitions := topics[self._topic].partitions):
             raise LogUnreachable(
                 f"the brokers do not name the partitions of {self._topic}: {topics[self._topic].error}"

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from confluent_kafka import KafkaError, Message, Producer, cimpl
 
-from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.catalogue import CREATE_TOPICS, Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import AccessRefused, check_access
@@ -22,10 +22,9 @@ from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Record
 
-MISSING_TOPIC = ": create the topics with `tidemill topics --create`"
 REMEDIES = {
-    KafkaError.UNKNOWN_TOPIC_OR_PART: MISSING_TOPIC,
-    KafkaError._UNKNOWN_TOPIC: MISSING_TOPIC,
+    KafkaError.UNKNOWN_TOPIC_OR_PART: f": {CREATE_TOPICS}",
+    KafkaError._UNKNOWN_TOPIC: f": {CREATE_TOPICS}",
     KafkaError.INVALID_TIMESTAMP: ": the clock of this host is more than a minute ahead of the broker's",
     KafkaError.MSG_SIZE_TOO_LARGE: ": raise `max.message.bytes` of the topic: Tidemill writes records of up to 1 MiB",
     KafkaError.INVALID_RECORD: ": a compacted topic refuses records without a key; compare it with `tidemill topics`",

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from tidemill.schemas.catalogue import CREATE_TOPICS
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT, Partition, groupless_settings
 
@@ -26,7 +27,7 @@ def partitions_of(consumer: Consumer, topic: str) -> list[int]:
     """Return the partition numbers of a topic, by its full name. Raises LookupError if the topic does not exist."""
     metadata = consumer.list_topics(topic, timeout=METADATA_TIMEOUT_S).topics[topic]
     if metadata.error is not None or not metadata.partitions:
-        raise LookupError(f"topic {topic} does not exist: create the topics with `tidemill topics --create`")
+        raise LookupError(f"topic {topic} does not exist: {CREATE_TOPICS}")
     return sorted(metadata.partitions)
 
 

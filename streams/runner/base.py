@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from tidemill.schemas.catalogue import Names, Topic, co_partitioned, is_compacted, tick_key
+from tidemill.schemas.catalogue import CREATE_TOPICS, Names, Topic, co_partitioned, is_compacted, tick_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -39,7 +39,7 @@ def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
     existing = client.list_topics(timeout=METADATA_TIMEOUT_S).topics
     missing = " and ".join(name for name in wanted if name not in existing or not existing[name].partitions)
     if missing:
-        raise RuntimeError(f"missing topics: {missing}. Create them with `tidemill topics --create`")
+        raise RuntimeError(f"missing topics: {missing}; {CREATE_TOPICS}")
     # Leaders of new topics are elected within moments; a client that writes earlier would fail.
     wait_until_led(client, set(wanted))
     # Co-partitioned topics of the catalogue must have equal partition counts: machines and outputs go by number.
