@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fastavro
 import numpy as np
@@ -31,9 +31,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
-
-if TYPE_CHECKING:
-    from tidemill.consumers.sink.rows import Row
 
 Offsets = npt.NDArray[np.int64]
 """The start of each list in the values of all lists, and the end of the last one."""
@@ -291,10 +288,3 @@ def packed_fields() -> dict[type, list[tuple[list[str], int]]]:
         kind: [(column.source.split("."), column.itemsize) for column in record_columns(kind) if column.itemsize > 1]
         for kind in RECORD_TYPES.values()
     }
-
-
-def arrow_table(columns: Sequence[Column], rows: Sequence[Row]) -> pa.Table:
-    """Return rows as one Arrow table: position first, then the record's columns."""
-    places, records = Gathered(rows), Gathered([row.record for row in rows])
-    arrays = [*(c.build(places) for c in POSITION), *(c.build(records) for c in columns)]
-    return pa.Table.from_arrays(arrays, names=[c.name for c in (*POSITION, *columns)])

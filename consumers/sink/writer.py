@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
+from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, POSITION, Column, Gathered
 from tidemill.consumers.sink.config import FLUSH_BYTES, MergeSettings, TableEngine
 from tidemill.consumers.sink.erasures import EVENT_TIMES, Erasures
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, cut
@@ -79,6 +79,13 @@ def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
             " AND _offset < transform(hex(_key), %(keys)s, %(ends)s, toInt64(-1))",
             {"topic": full, "partition": partition, "keys": list(ends), "ends": list(ends.values())},
         )
+
+
+def arrow_table(columns: Sequence[Column], rows: Sequence[Row]) -> pa.Table:
+    """Return rows as one Arrow table: position first, then the record's columns."""
+    places, records = Gathered(rows), Gathered([row.record for row in rows])
+    arrays = [*(c.build(places) for c in POSITION), *(c.build(records) for c in columns)]
+    return pa.Table.from_arrays(arrays, names=[c.name for c in (*POSITION, *columns)])
 
 
 def arrow_file(data: pa.Table, compression: str | None = None) -> memoryview:
