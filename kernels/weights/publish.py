@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -102,9 +101,7 @@ class WeightPublisher:
         # Every rank has the graph; only the first rank reads the log and writes manifests.
         graph = self._ranks.from_first(lambda: read_versions(kafka, run))
         self._log = VersionLog(manifests or self._producer, run, store, graph, settings.incarnation)
-        self.skips = SkipPublisher(
-            kafka, run, settings, self._codec, self._folder, self._ranks, partial(rebuild, kafka)
-        )
+        self.skips = SkipPublisher(kafka, run, settings, self._codec, self._folder, self._ranks)
         """The publisher of the skip-deltas, with its counts."""
         self._held: HeldVersion | None = None
         self._in_doubt = False

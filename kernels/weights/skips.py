@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +26,7 @@ from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import UpdatePath, VersionError, VersionGraph
 from tidemill.kernels.weights.held import HeldVersion, rebuild_parts
 from tidemill.kernels.weights.ranks import Ranks, RanksLostError
+from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.kernels.weights.tensor_parts import ShardReport
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
@@ -61,10 +61,7 @@ def bases_due(graph: VersionGraph, lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class SkipPublisher:
-    """Publisher of skip-deltas, which it makes in its own thread.
-
-    `rebuild` returns the last version of a path, given its tensors, as `kernels.weights.rebuild.rebuild` does.
-    """
+    """Publisher of skip-deltas, which it makes in its own thread."""
 
     def __init__(
         self,
@@ -74,9 +71,8 @@ class SkipPublisher:
         codec: CodecSettings,
         folder: str,
         ranks: Ranks,
-        rebuild: Callable[[UpdatePath, Sequence[TensorInfo]], HeldVersion],
     ) -> None:
-        self._kafka, self._run, self._settings, self._rebuild = kafka, run, settings, rebuild
+        self._kafka, self._run, self._settings = kafka, run, settings
         self._codec, self._folder = codec, folder
         self._ranks = ranks
         # The thread's calls run at the same time as the publisher's.
@@ -177,6 +173,6 @@ class SkipPublisher:
             if skip.path is None:
                 raise VersionError(f"no anchor leads to version {skip.base}")
             tensors = [TensorInfo(part.name, part.dtype, list(part.shape), "") for part in new.parts.values()]
-            return self._rebuild(skip.path, tensors)
+            return rebuild(self._kafka, skip.path, tensors)
 
         return rebuild_parts(made_again, new.version, new.parts, self._beside)
