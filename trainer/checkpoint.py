@@ -21,6 +21,7 @@ from operator import itemgetter
 from typing import IO, Any
 
 import fsspec
+import msgspec
 import torch
 from torch import Tensor
 
@@ -54,7 +55,7 @@ class CheckpointState:
     progress: TopicProgress
     """Progress in `groups`."""
     online: TopicProgress = field(default_factory=TopicProgress)
-    """Progress in `online-batches`."""
+    """Progress in `online-batches`; missing in checkpoints from before these existed."""
 
 
 class CheckpointStore:
@@ -139,12 +140,8 @@ class CheckpointStore:
         path = self._path(step)
         try:
             with self._filesystem.open(path, "rb") as file:
-                header = json.loads(_header(file)["__metadata__"][HEADER])
-            ranks = header.pop("ranks", 1)
-            # Checkpoints from before online batches existed do not have this field.
-            progress, online = _progress(header.pop("progress")), header.pop("online", None)
-            online = TopicProgress() if online is None else _progress(online)
-            state = CheckpointState(**header, progress=progress, online=online)
+                header = _header(file)["__metadata__"][HEADER]
+            state, ranks = msgspec.json.decode(header, type=CheckpointState), json.loads(header).get("ranks", 1)
             return state, self._joined([self._path(step, rank, ranks) for rank in range(ranks)], rows or {})
         except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
             raise RuntimeError(f"{path} is damaged: {error}; delete it, and an older one is used") from error
@@ -192,11 +189,3 @@ def _read(file: IO[bytes], begin: int, into: Tensor) -> Tensor:
         if file.readinto(into.reshape(-1).view(torch.uint8).numpy()) != into.nbytes:  # type: ignore[attr-defined]
             raise ValueError("it ends too early")
     return into
-
-
-def _progress(fields: dict[str, Any]) -> TopicProgress:
-    return TopicProgress(
-        next_offsets={int(partition): offset for partition, offset in fields["next_offsets"].items()},
-        ended_above={int(partition): offsets for partition, offsets in fields["ended_above"].items()},
-        remembered=fields["remembered"],
-    )
