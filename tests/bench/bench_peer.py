@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.model is None:
-        from tidemill.trainer.pretrained import get_model
+        from tidemill.compose.models_command import get_model
 
         asked.model = str(get_model("smollm2", ROOT / "data" / "models"))
     found = []
