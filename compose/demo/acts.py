@@ -9,7 +9,6 @@ and takes the one decision of a person: the first version that users get. The ga
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 
@@ -298,10 +298,7 @@ def newest_report(log: Path) -> UserActivity | None:
         return None
     whole = [line for line in log.read_text("utf-8", errors="replace").splitlines(keepends=True) if line.endswith("\n")]
     newest = next((line for line in reversed(whole) if line.startswith("{")), None)
-    if newest is None:
-        return None
-    document = json.loads(newest)
-    return UserActivity(**document | {"satisfaction": [Satisfaction(**each) for each in document["satisfaction"]]})
+    return None if newest is None else msgspec.json.decode(newest, type=UserActivity)
 
 
 def rate_of(seen: UserActivity | None, version: int | None) -> Satisfaction | None:
