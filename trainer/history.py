@@ -30,8 +30,17 @@ class NotRepeatableError(RuntimeError):
 
 
 def read_steps(kafka: KafkaSettings, run_id: str) -> list[TrainStep]:
-    """Return the recorded steps of a run, in order from step 1. Raises NotRepeatableError as `read_history` does."""
-    return read_history(kafka, run_id)[0]
+    """Return the recorded steps of a run, in order from step 1.
+
+    Raises ValueError if there are none, NotRepeatableError as `read_history` does.
+    """
+    steps, _ = read_history(kafka, run_id)
+    if not steps:
+        raise ValueError(
+            f"the log has no steps of run {run_id!r} under the prefix {kafka.topic_prefix!r}: give the run's --config, "
+            "or its --run-id and --topic-prefix"
+        )
+    return steps
 
 
 def read_history(kafka: KafkaSettings, run_id: str) -> tuple[list[TrainStep], StepPlan | None]:

@@ -173,6 +173,12 @@ def test_missing_steps_are_reported(trained):
                 list(replay.run(first, last))
 
 
+def test_a_run_without_steps_is_named_not_its_model(ask):
+    for arguments in (("steps", "1"), ("staleness", "--max-policy-lag", 1)):
+        result = ask(*arguments, "--run-id", "other", "--set", "trainer.model=no-such-directory")
+        assert isinstance(result.exception, ValueError) and "no steps of run 'other'" in str(result.exception)
+
+
 def test_groups_are_found_by_their_positions(trained):
     here, beyond = (Position("groups", 0, offset) for offset in (1, 99))
     found = read_groups(trained.kafka, {here, beyond}, 30)

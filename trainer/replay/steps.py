@@ -70,17 +70,17 @@ class Halt:
 class StepReplay:
     """Computes recorded steps of one run again, in memory: on the first rank of a job; the others `follow_replay`.
 
-    Raises NotRepeatableError for steps that form no chain.
+    Raises ValueError if the log has no steps of the run, NotRepeatableError for steps that form no chain.
     """
 
     def __init__(
         self, kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: TrainerSettings, job: Job = SINGLE
     ) -> None:
+        self.steps = read_steps(kafka, run.run_id)
+        """The recorded steps, in order."""
         self._weights = replayed_weights(run, store, settings, job)
         self._run = RepeatableRun(self._weights, 0, REMEDY)
         self._inputs = RecordedInputs(kafka, settings, self._weights)
-        self.steps = read_steps(kafka, run.run_id)
-        """The recorded steps, in order."""
 
     def run(
         self,
@@ -103,8 +103,7 @@ class StepReplay:
         """
         chosen = [record for record in self.steps if first <= record.step <= last]
         if first > last or [record.step for record in chosen] != list(range(first, last + 1)):
-            there = f"1 to {len(self.steps)}" if self.steps else "none"
-            raise ValueError(f"steps {first} to {last} are not in the log, which has {there}")
+            raise ValueError(f"steps {first} to {last} are not in the log, which has 1 to {len(self.steps)}")
         model = self._weights.settings.model
         for record in chosen:
             if what_if is None:
