@@ -138,7 +138,8 @@ class ChatFormat:
 def load_chat_format(uri: str, settings: ChatSettings) -> ChatFormat:
     """Load the chat format of a checkpoint directory (path or fsspec URL).
 
-    Raises FileNotFoundError if there is no tokenizer, ValueError if it is damaged, TemplateRefused.
+    Raises FileNotFoundError if there is no tokenizer, ValueError if it is damaged or has ids that the model does not
+    have, TemplateRefused.
     """
     root = uri.rstrip("/")
     text = _read(f"{root}/{TOKENIZER_FILE}")
@@ -150,8 +151,8 @@ def load_chat_format(uri: str, settings: ChatSettings) -> ChatFormat:
         raise ValueError(f"{root}/{TOKENIZER_FILE} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _object(f"{root}/tokenizer_config.json")
-    generation = _object(f"{root}/generation_config.json") or _object(f"{root}/config.json")
+    config, model = _object(f"{root}/tokenizer_config.json"), _object(f"{root}/config.json")
+    generation = _object(f"{root}/generation_config.json") or model
     source = chat_template_source(root, config, settings)
     names = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -159,9 +160,31 @@ def load_chat_format(uri: str, settings: ChatSettings) -> ChatFormat:
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token:
             names[name] = token
+    written = source + "".join(token for name, token in names.items() if name in source)
+    _require_ids_of_model(root, tokenizer, written, model)
     ends = generation.get("eos_token_id")
     listed = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
     return ChatFormat(tokenizer, ChatTemplate(source, names, special_texts(tokenizer, source), settings), listed)
+
+
+def _require_ids_of_model(root: str, tokenizer: Tokenizer, written: str, model: Mapping[str, Any]) -> None:
+    """Raise ValueError if a prompt can have ids from the model's vocab_size on.
+
+    Args:
+        written: what the template writes. Another added token, for padding or an image, may have such an id.
+        model: the content of config.json; empty if the directory has none.
+    """
+    own = model.get("text_config", model)
+    size = own.get("vocab_size") if isinstance(own, dict) else None
+    if not isinstance(size, int):
+        return
+    unused = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content not in written}
+    greatest = max((index for token, index in tokenizer.get_vocab().items() if token not in unused), default=0)
+    if greatest >= size:
+        raise ValueError(
+            f"{root}: the tokenizer has ids up to {greatest}, and the model has ids below {size} (`vocab_size` in "
+            "config.json): take the tokenizer that belongs to this model"
+        )
 
 
 def chat_template_source(root: str, config: Mapping[str, Any], settings: ChatSettings) -> str:

@@ -260,6 +260,21 @@ def test_a_damaged_checkpoint_is_refused_by_its_file(
         load_chat_format(str(path), ChatSettings())
 
 
+def test_a_tokenizer_with_ids_that_the_model_does_not_have_is_refused(tmp_path: Path):
+    family = FAMILIES["llama32"]
+    config = {"bos_token": family.bos, "pad_token": "<pad>", "chat_template": family.source}
+    path, tokenizer = directory(tmp_path, family, **config), family.tokenizer()
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([AddedToken("<pad>")])  # beyond the model's ids, as often; no prompt has it
+    tokenizer.save(str(path / "tokenizer.json"))
+    for model in ({}, {"vocab_size": size}, {"text_config": {"vocab_size": size}}):
+        (path / "config.json").write_text(json.dumps(model))
+        assert load_chat_format(str(path), ChatSettings())
+    (path / "config.json").write_text(json.dumps({"vocab_size": size - 1}))
+    with pytest.raises(ValueError, match=rf"ids up to {size - 1}, and the model has ids below {size - 1} "):
+        load_chat_format(str(path), ChatSettings())
+
+
 @pytest.mark.parametrize("ends", [None, 5, "5", {"a": 1}, [5, None, "x"]])
 def test_unusual_generation_settings_are_accepted(tmp_path: Path, ends: object):
     path = directory(tmp_path, FAMILIES["qwen3"], chat_template=FAMILIES["qwen3"].source, bos_token=3, eos_token=None)
