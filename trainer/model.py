@@ -149,6 +149,8 @@ _STATED = {
     "attn_logit_softcapping": "a soft cap on the attention scores",
     "final_logit_softcapping": "a soft cap on the logits",
 }
+_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
+"""Settings by which a model multiplies or divides its logits."""
 _WAY_OUT = (
     "The trainer needs softmax attention over all earlier tokens in every layer, and logits that are the output of the "
     "head. Choose another model, or remove from the checkpoint's config.json what no context of the run reaches, such "
@@ -158,6 +160,8 @@ _WAY_OUT = (
 
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Make `model` accept a `tree` (see `attention.packed_attention`). For a sharded model, every rank calls this.
+
+    On the `meta` device, where a model has no weights, only results are not compared.
 
     Raises UntrainableModelError, which names the reason, if the model gives wrong results in packed rows.
     """
@@ -186,7 +190,10 @@ def _stated_problem(config: PretrainedConfig) -> str:
     kinds.pop("full_attention", None)
     if kinds:
         return "; ".join(f"`{kind}` in layers {', '.join(layers)}" for kind, layers in kinds.items())
-    return "; ".join(f"it has {what} (`{name}`)" for name, what in _STATED.items() if getattr(config, name, None))
+    scales = {name: getattr(config, name, None) for name in _SCALES}
+    found = [f"it has {what} (`{name}`)" for name, what in _STATED.items() if getattr(config, name, None)]
+    found += [f"it scales its logits (`{name}` {scale})" for name, scale in scales.items() if scale not in (None, 1)]
+    return "; ".join(found)
 
 
 def _seen_problem(model: PreTrainedModel) -> str:
@@ -200,17 +207,18 @@ def _seen_problem(model: PreTrainedModel) -> str:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or model.base_model is model:
         return "it has no linear head over a base model"
-    device = head.weight.device
+    device, whole = head.weight.device, []
     ids, depths, tree = ids.to(device), depths.to(device), tree_calls(parents.numpy()).to(device)
-    # The weights of a sharded model are already gathered; calling the module would gather them again.
-    sharded = isinstance(model, FSDPModule)
-    forward = model.forward if sharded else model
-    whole = [forward(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths]
-    if not all(logits.isfinite().all() for logits in whole):
-        return "its logits are not finite numbers, so its weights are damaged"
-    states = model.base_model(input_ids=ids[paths[0]][None], use_cache=False).last_hidden_state[0]
-    if _apart(linear(states, head.weight, head.bias), whole[0]) > TOLERANCE:
-        return "its logits are not the output of its head, but scaled or capped"
+    if device.type != "meta":
+        # The weights of a sharded model are already gathered; calling the module would gather them again.
+        sharded = isinstance(model, FSDPModule)
+        forward = model.forward if sharded else model
+        whole = [forward(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths]
+        if not all(logits.isfinite().all() for logits in whole):
+            return "its logits are not finite numbers, so its weights are damaged"
+        states = model.base_model(input_ids=ids[paths[0]][None], use_cache=False).last_hidden_state[0]
+        if _apart(linear(states, head.weight, head.bias), whole[0]) > TOLERANCE:
+            return "its logits are not the output of its head, but scaled or capped"
 
     layers: list[bool] = []
 
@@ -236,6 +244,8 @@ def _seen_problem(model: PreTrainedModel) -> str:
             f"{expected - sum(layers)} of its {expected} layers do not use transformers' attention interface with what "
             "the forward pass is given (recurrent layers, linear attention, or attention of the model's own)"
         )
+    if not whole:
+        return ""
     logits = linear(row, head.weight, head.bias)
     apart = max(_apart(logits[path], expected) for path, expected in zip(paths, whole, strict=True))
     if not apart <= TOLERANCE:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tidemill.schemas.records import Segment, VersionSpan
 
@@ -48,11 +48,18 @@ SERVED = ("Qwen3", "Gemma", "Phi3", "Qwen3Moe")
 heads, and Phi is not served on a CPU."""
 
 
+def make_config(family: str, **changes: Any) -> PretrainedConfig:
+    """Make the configuration of a small model."""
+    config: PretrainedConfig = getattr(transformers, f"{family}Config")(
+        **{**SHAPE, **FAMILIES.get(family, {}), **changes}
+    )
+    return config
+
+
 def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Make a random model with weights rounded to bf16, so large that attention and predictions are not uniform."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES.get(family, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(make_config(family, **changes))
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with torch.no_grad():
         for parameter in model.parameters():

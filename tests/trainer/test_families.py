@@ -4,17 +4,19 @@ import json
 import subprocess
 import sys
 from importlib.metadata import distributions
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from tests.trainer import families
-from tests.trainer.families import FAMILIES, ROOT, SERVED, VOCAB, OneSegment, make_model, segment_of
+from tests.trainer.families import FAMILIES, ROOT, SERVED, VOCAB, OneSegment, make_config, make_model, segment_of
 from tidemill.trainer.attention import UntrainableModelError
 from tidemill.trainer.batch import pack
 from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.model import PACKED_ATTENTION, use_packed_attention
+from tidemill.trainer.model_size import size_of_name
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.step import Learner
 
@@ -88,7 +90,7 @@ REFUSED = {
     "Gemma2, caps": ("Gemma2", FULL, "soft cap on the attention scores .*soft cap on the logits"),
     "GptOss, sinks": ("GptOss", {**FULL, "num_local_experts": 4, "num_experts_per_tok": 2}, "attention sinks"),
     "Qwen3Next": ("Qwen3Next", {**families.EXPERTS, "shared_expert_intermediate_size": 32}, "`linear_attention` in"),
-    "Granite, scaled logits": ("Granite", {"logits_scaling": 8.0}, "its logits are not the output of its head"),
+    "Granite, scaled logits": ("Granite", {"logits_scaling": 8.0}, r"it scales its logits \(`logits_scaling` 8.0\)"),
     "Bloom, attention of its own": ("Bloom", {"n_layer": 2, "n_head": 2}, "2 of its 2 layers do not use"),
     "ALiBi": ("Llama", {"alibi": True}, "it has ALiBi"),
     "Mamba": ("Mamba", {}, "`linear_attention` in layers 0, 1"),
@@ -102,6 +104,20 @@ def test_models_that_packed_rows_compute_wrongly_are_refused_by_name(case: str) 
     family, changes, named = REFUSED[case]
     with pytest.raises(UntrainableModelError, match=f"{family}.* cannot be trained: .*{named}.* Choose another model"):
         use_packed_attention(make_model(family, **changes))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_refuses_the_same_models(case: str, tmp_path: Path) -> None:
+    family, changes, named = REFUSED[case]
+    make_config(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{family}.*({named}.* Choose another model|layers with attention heads)"):
+        size_of_name(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_takes_what_the_trainer_takes(family: str, tmp_path: Path) -> None:
+    make_config(family).save_pretrained(tmp_path)
+    assert size_of_name(str(tmp_path)).layers == 2
 
 
 def test_a_family_is_trained_if_the_refused_feature_is_off() -> None:
