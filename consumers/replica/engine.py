@@ -21,6 +21,7 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -31,7 +32,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tidemill.consumers.replica.config import KvPolicy
-from tidemill.consumers.replica.environment import ACTIVATIONS_VARIABLE
+from tidemill.consumers.replica.environment import ACTIVATIONS_VARIABLE, FAULT_VARIABLE
 from tidemill.consumers.replica.ledger import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search, register, tell_spans_before_the_end
 from tidemill.consumers.replica.ranks import RankCoverage, handed_over, told
@@ -75,7 +76,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             activations: the manifest's `serving_activations`.
 
         Raises:
-            RuntimeError: the engine did not start, or its form of the model cannot be mapped.
+            RuntimeError: the engine did not start, with its reason, or its form of the model cannot be mapped.
         """
         require_rounding(activations)
         options = AsyncEngineArgs.from_cli_args(arguments)
@@ -99,7 +100,20 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         # thread has run and no client of the log is open yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.environ[ACTIVATIONS_VARIABLE] = activations
-        engine: ReplicaEngine = cls.from_vllm_config(config, disable_log_stats=options.disable_log_stats)
+        engine: ReplicaEngine
+        with TemporaryDirectory(prefix="tidemill-engine-") as folder:
+            fault = Path(folder) / "fault"
+            os.environ[FAULT_VARIABLE] = str(fault)
+            try:
+                engine = cls.from_vllm_config(config, disable_log_stats=options.disable_log_stats)
+            except RuntimeError as error:
+                reason = (fault.read_text() if fault.is_file() else str(error)).rstrip(". ")
+                raise RuntimeError(
+                    f"vLLM's engine cannot start: {reason}. Change the model or the settings of [replica], which are "
+                    "vLLM's arguments: replica.kv_cache_mb for its KV cache, replica.max_model_len, replica.vllm_args"
+                ) from error
+            finally:
+                del os.environ[FAULT_VARIABLE]
         engine.version, engine.kv_policy = version, kv_policy
         try:
             await engine.map(tensors, expert_ids and current_platform.is_cpu())

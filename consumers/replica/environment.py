@@ -17,6 +17,8 @@ INVARIANT_VARIABLE = "TIDEMILL_BATCH_INVARIANT"
 """1 if a token's result must not depend on the rest of the batch."""
 ACTIVATIONS_VARIABLE = "TIDEMILL_SERVING_ACTIVATIONS"
 """Format to which the engine rounds the inputs of its linear layers; empty, or not set, for none."""
+FAULT_VARIABLE = "TIDEMILL_ENGINE_FAULT"
+"""File into which a process of the engine that cannot start writes the reason; the first one that fails makes it."""
 PLUGIN = "tidemill"
 """Name of the entry point of `plugin.register` in the group `vllm.general_plugins`."""
 

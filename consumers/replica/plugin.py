@@ -14,7 +14,8 @@ A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each 
   number of tokens;
 - adds to each answer that a step ended the experts to which its tokens were sent, if requested;
 - updates in two phases: every rank stages, and answers, before any rank stores. If a rank fails to store, all ranks
-  undo the update.
+  undo the update;
+- hands the reason to the server if a process of the engine cannot start.
 
 In the server's process, it corrects two more properties of vLLM 0.32: its search for kernels, and outputs that contain
 their versions only at their end.
@@ -33,8 +34,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import wraps
 from multiprocessing.connection import wait
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -44,9 +47,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from tidemill.consumers.replica.activations import Product, product_of
-from tidemill.consumers.replica.environment import INVARIANT_VARIABLE, PARENT_VARIABLE
+from tidemill.consumers.replica.environment import FAULT_VARIABLE, INVARIANT_VARIABLE, PARENT_VARIABLE
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 
@@ -230,6 +234,23 @@ def _with_parent(start: Callable[..., None]) -> Callable[..., None]:
     return started
 
 
+def _telling_why(start: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of a vLLM process so that the server's message, not a traceback, names its error."""
+
+    @wraps(start)
+    def started(process: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed to vLLM
+        try:
+            start(process, *arguments, **options)
+        except Exception as error:
+            if FAULT_VARIABLE not in os.environ or os.environ.get("TIDEMILL_TRACEBACK"):
+                raise
+            with suppress(FileExistsError), Path(os.environ[FAULT_VARIABLE]).open("x") as fault:
+                fault.write(str(error) or repr(error))
+            raise SystemExit(1) from error
+
+    return started
+
+
 def die_with(parent: int) -> None:
     """Let the kernel kill this process when its `parent` ends, unless it is the parent itself.
 
@@ -261,8 +282,9 @@ def fixed_shapes() -> bool:
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 """Finish reasons of complete answers."""
 _vllm_step, _coordinated = EngineCore.step, _with_parent(DPCoordinatorProc.__init__)
+_worked = _telling_why(WorkerProc.__init__)
 _METHODS: Mapping[str, Callable[..., Any]] = {
-    "__init__": _with_parent(EngineCore.__init__),
+    "__init__": _with_parent(_telling_why(EngineCore.__init__)),
     "tidemill_install": _install,
     "tidemill_begin": _begin,
     "tidemill_answers": _answers,
@@ -278,7 +300,7 @@ def register() -> None:
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear
         for name, method in _METHODS.items():
             setattr(EngineCore, name, method)
-        DPCoordinatorProc.__init__ = _coordinated
+        DPCoordinatorProc.__init__, WorkerProc.__init__ = _coordinated, _worked
         if fixed_shapes():
             register_backend(AttentionBackendEnum.CPU_ATTN, "tidemill.consumers.replica.cpu_layers.TokenwiseAttention")
 

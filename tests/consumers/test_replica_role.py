@@ -36,6 +36,19 @@ def test_a_replica_proves_the_chain_and_follows_the_gate(kafka, tmp_path):
         acks.close()
 
 
+def test_an_engine_that_cannot_start_gives_its_reason_and_no_traceback_of_its_own(kafka, tmp_path):
+    settings = kafka.fresh()
+    Trainer(settings, tmp_path)
+    # One block of its KV cache is larger than the cache.
+    replica = RoleProcess(settings, tmp_path, REPLICA, kv_cache_mb=4, block_size=1 << 15)
+    try:
+        assert replica.process.wait(DEADLINE_S) == 1
+    finally:
+        replica.kill()
+    assert "RuntimeError: vLLM's engine cannot start: No available memory for the cache blocks" in replica.text()
+    assert "EngineCore failed to start" not in replica.text()
+
+
 def _end_under_load(replica):
     """A replica that is stopped with requests in flight ends them and exits without a traceback."""
     address, answered = replica.address(), []
