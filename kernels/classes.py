@@ -202,15 +202,6 @@ def _ranges(table: ClassTable) -> tuple[ClassTable, ClassTable]:
 
 
 @compiled
-def _starts(counts: Counts) -> npt.NDArray[np.uint64]:
-    """Return the position at which each class's stream begins."""
-    starts = np.zeros(counts.size, np.uint64)
-    for which in range(1, counts.size):
-        starts[which] = starts[which - 1] + np.uint64(counts[which - 1])
-    return starts
-
-
-@compiled
 def _split(
     old: Bits,
     old_at: Bits,
@@ -229,7 +220,8 @@ def _split(
     shift, mask = form[0], form[1]
     for i in range(old_at.size):
         counts[table[(np.uint64(old_at[i]) >> shift) & mask]] += 1
-    place, expected = _starts(counts), np.zeros(counts.size, np.uint64)
+    # The position at which each class's stream begins.
+    place, expected = (np.cumsum(counts) - counts).astype(np.uint64), np.zeros(counts.size, np.uint64)
     at, changed = ZERO, np.uint64(indices.size)
     for begin in range(0, old.size, TILE):
         mark(old, np.uint64(begin), firsts, spans, active, form, tile)
@@ -263,8 +255,8 @@ def _select(
     new_at: Bits,
 ) -> int:
     """Fill `indices`, `old_at` and `new_at`; return the number of changes found."""
-    place, wanted = _starts(counts), np.zeros(counts.size, np.uint64)
-    end = place + counts.astype(np.uint64)
+    end, wanted = np.cumsum(counts).astype(np.uint64), np.zeros(counts.size, np.uint64)
+    place = end - counts.astype(np.uint64)
     for group in range(counts.size):
         if counts[group]:
             wanted[group] = gaps[place[group]]
