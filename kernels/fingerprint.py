@@ -107,7 +107,7 @@ def fingerprint_at(bits: Bits, key: TensorKey, indices: Indices) -> Fingerprint:
     For runtime tensors that store elements in another order than the checkpoint. Raises like `fingerprint`.
     """
     row = _row(bits)
-    return Fingerprint(*map(int, _sum_at(row, _places(indices, row), np.uint64(key.lo), np.uint64(key.hi))))
+    return Fingerprint(*map(int, _sum_at(None, row, _places(indices, row), np.uint64(key.lo), np.uint64(key.hi))))
 
 
 def fingerprint_change(key: TensorKey, indices: Indices, old_bits: Bits, new_bits: Bits) -> Fingerprint:
@@ -119,7 +119,7 @@ def fingerprint_change(key: TensorKey, indices: Indices, old_bits: Bits, new_bit
     if old.dtype != new.dtype:
         raise TypeError(f"old bits are {old.dtype}, new bits {new.dtype}: a change keeps the dtype")
     places = _places(indices, old, new)
-    return Fingerprint(*map(int, _sum_change(old, new, places, np.uint64(key.lo), np.uint64(key.hi))))
+    return Fingerprint(*map(int, _sum_at(old, new, places, np.uint64(key.lo), np.uint64(key.hi))))
 
 
 def _row(bits: Bits) -> Bits:
@@ -158,24 +158,13 @@ def _sum_range(bits: Bits, start: np.uint64, key_lo: np.uint64, key_hi: np.uint6
 
 
 @compiled
-def _sum_at(bits: Bits, indices: Indices, key_lo: np.uint64, key_hi: np.uint64) -> Lanes:
-    lo = np.uint64(0)
-    hi = np.uint64(0)
-    for i in range(bits.size):
-        step = (np.uint64(indices[i]) + ONE) * GAMMA
-        weight = np.uint64(bits[i]) + ONE
-        lo += _prf(key_lo + step) * weight
-        hi += _prf(key_hi + step) * weight
-    return lo, hi
-
-
-@compiled
-def _sum_change(old: Bits, new: Bits, indices: Indices, key_lo: np.uint64, key_hi: np.uint64) -> Lanes:
+def _sum_at(old: Bits | None, new: Bits, indices: Indices, key_lo: np.uint64, key_hi: np.uint64) -> Lanes:
+    """Sum over elements or, with their `old` patterns, over their change; compiled once for each."""
     lo = np.uint64(0)
     hi = np.uint64(0)
     for i in range(indices.size):
         step = (np.uint64(indices[i]) + ONE) * GAMMA
-        weight = np.uint64(new[i]) - np.uint64(old[i])
+        weight = np.uint64(new[i]) + ONE if old is None else np.uint64(new[i]) - np.uint64(old[i])
         lo += _prf(key_lo + step) * weight
         hi += _prf(key_hi + step) * weight
     return lo, hi
