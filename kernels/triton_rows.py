@@ -301,17 +301,16 @@ def fingerprint(bits: torch.Tensor, key: TensorKey, start: int = 0, programs: in
 
 def fingerprint_at(bits: torch.Tensor, key: TensorKey, indices: torch.Tensor) -> Fingerprint:
     """Compute the fingerprint of the elements at `indices` (i8[n], in any order) with patterns `bits` (uN[n])."""
-    return _chosen(indices, None, bits, key)
+    return fingerprint_change(key, indices, None, bits)
 
 
 def fingerprint_change(
-    key: TensorKey, indices: torch.Tensor, old_at: torch.Tensor, new_at: torch.Tensor
+    key: TensorKey, indices: torch.Tensor, old_at: torch.Tensor | None, new_at: torch.Tensor
 ) -> Fingerprint:
-    """Compute F(new) - F(old) for elements at `indices` (i8[n]): `old_at` becomes `new_at` (uN[n] each)."""
-    return _chosen(indices, old_at, new_at, key)
+    """Compute F(new) - F(old) for elements at `indices` (i8[n]): `old_at` becomes `new_at` (uN[n] each).
 
-
-def _chosen(indices: torch.Tensor, old_at: torch.Tensor | None, new_at: torch.Tensor, key: TensorKey) -> Fingerprint:
+    If `old_at` is None, compute F(new).
+    """
     new = flat_patterns(new_at)
     old = new if old_at is None else flat_patterns(old_at)
     places = flat_row(indices)
