@@ -80,7 +80,10 @@ class MasterWeights:
         return settings.learning_rate * rise * (1.0 - fallen * (1.0 - settings.final_learning_rate))
 
     def update(self, learning_rate: float) -> float:
-        """Apply the gradients of the parameters, clear them and round; return the gradient norm before clipping."""
+        """Apply the gradients of the parameters, clear them and round; return the gradient norm before clipping.
+
+        Raises RuntimeError if it is not finite; the weights are unchanged.
+        """
         # Divided experts have other dimensions of ranks than the rest, so their gradients have a norm of their own.
         found: dict[DeviceMesh | None, list[Tensor]] = {}
         for parameter in self._parameters.values():
@@ -89,9 +92,16 @@ class MasterWeights:
                 found.setdefault(mesh, []).append(parameter.grad)
         norms = []
         for gradients in found.values():
-            own = torch.nn.utils.get_total_norm(gradients, error_if_nonfinite=True, foreach=False)
+            own = torch.nn.utils.get_total_norm(gradients, foreach=False)
             norms.append(own.full_tensor() if isinstance(own, DTensor) else own)
         norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
+        if not norm.isfinite():
+            raise RuntimeError(
+                "the gradient of the next step is not finite, so the step was not taken: the weights have diverged, or "
+                "a reward or a sampler's logprob in it is extreme (the newest step plan names its inputs). Begin a new "
+                "run from the version before that: `tidemill weights checkout VERSION DIRECTORY`, then another "
+                "run.run_id with trainer.model=DIRECTORY, and a lower trainer.optimizer.learning_rate or other rewards"
+            )
         for name, parameter in self._parameters.items():
             self._masters[name].grad = None if parameter.grad is None else own_part(parameter.grad)
             parameter.grad = None

@@ -173,7 +173,8 @@ def midtrain(
     for step, row in enumerate(islice(epochs(documents, row_tokens, seed), settings.steps)):
         loss = loss_of(model, row)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm, error_if_nonfinite=True)
+        if not torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm).isfinite():
+            raise RuntimeError(f"mid-training diverged at step {step + 1}: lower midtrain.learning_rate")
         optimizer.step(learning_rate(step, settings))
         losses.append(loss.item())
         tokens += row.input_ids.numel()

@@ -50,6 +50,11 @@ def trained():
     return midtrain(TEXTS, TINY, 1)
 
 
+def test_a_training_that_diverges_names_the_step_and_the_setting():
+    with pytest.raises(RuntimeError, match=r"diverged at step \d+: lower midtrain.learning_rate"):
+        midtrain(TEXTS, TINY.model_copy(update={"learning_rate": 1e30}), 1)
+
+
 @given(DOCUMENTS.filter(lambda documents: any(len(d) > 1 for d in documents)), st.integers(16, 24), st.integers(0, 9))
 def test_an_epoch_contains_every_piece_once(documents, row_tokens, seed):
     pieces = sorted(d[i : i + row_tokens] for d in documents for i in range(0, len(d), row_tokens))

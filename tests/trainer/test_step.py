@@ -52,6 +52,14 @@ def test_equal_rewards_do_not_change_the_weights() -> None:
     assert fingerprint(learner.model) == before
 
 
+def test_a_gradient_that_is_not_finite_ends_the_step_with_a_remedy_and_changes_nothing() -> None:
+    learner = Learner(tiny_model(), settings_of(), None)
+    before = fingerprint(learner.model)
+    with pytest.raises(RuntimeError, match=r"is not finite.*weights checkout VERSION DIRECTORY"):
+        learner.train([make_trainable("a", (1e38, 0.0))], 1, 0, seed=1)
+    assert fingerprint(learner.model) == before
+
+
 def test_tool_output_gets_exactly_zero_gradient() -> None:
     """A token id that occurs only in trailing tool output gets no gradient through the untied input embedding."""
     group = make_trainable("a", (1.0, 0.0))
