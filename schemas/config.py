@@ -163,7 +163,8 @@ class RunSettings(Section):
     """Branch of the weight log."""
 
     seed: int = Field(default=0, ge=0)
-    """Root of all randomness of the run."""
+    """Seed of the tasks, of mid-training and of each step. Replicas draw tokens without it, so that two runs with one
+    seed differ."""
 
     environments: list[EnvironmentEntry] = Field(default=[EnvironmentEntry(name="ledger")], min_length=1)
     """Environments that the policy is trained on. The feeder and the rollout workers need the same list."""

@@ -63,7 +63,7 @@ def demo(
         list[str] | None,
         typer.Option("--option", metavar="KEY=VALUE", help="An option of the environment; may be repeated."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the model, the tasks and the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the first model and the tasks; sampling has none.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     model: Annotated[
         str | None,
