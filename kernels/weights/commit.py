@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 
 from tidemill.kernels.weights.bits import total_fingerprint
@@ -27,7 +27,7 @@ from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class VersionMark:
-    """Metadata of a version that the trainer passes with its weights."""
+    """Metadata of a version that the trainer passes with its weights: fields of its manifest."""
 
     version: int
     parent: int | None
@@ -37,9 +37,7 @@ class VersionMark:
     trained_at: int
     """Time at which the optimizer step ended, microseconds since the epoch."""
     serving_format: str = ""
-    """Same as `Manifest.serving_format`."""
     serving_activations: str = ""
-    """Same as `Manifest.serving_activations`."""
 
 
 def read_versions(kafka: KafkaSettings, run: RunSettings) -> VersionGraph:
@@ -178,10 +176,7 @@ class VersionLog:
         made = Manifest(
             run_id=self._run.run_id,
             branch=self._run.branch,
-            version=mark.version,
-            parent=mark.parent,
-            step=mark.step,
-            learning_rate=mark.learning_rate,
+            **asdict(mark),
             n_elements=sum(prod(tensor.shape) for tensor in tensors),
             n_changed=sum(shard.n_changed for shard in ordered),
             delta_bytes=sum(shard.position.n_bytes for shard in ordered),
@@ -189,11 +184,8 @@ class VersionLog:
             tensors=list(tensors),
             fingerprint=fingerprint,
             anchor=anchor,
-            trained_at=mark.trained_at,
             published_at=published_at,
             incarnation=incarnation,
-            serving_format=mark.serving_format,
-            serving_activations=mark.serving_activations,
         )
         manifest = fit_record(made, Codec(), weights_folder(self._store, self._run), CLAIM_CHECK_BYTES)
         self._producer.send_acked(Topic.MANIFESTS, [(self._run.branch, manifest)])
