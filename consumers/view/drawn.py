@@ -145,7 +145,8 @@ def plotted(panel: Panel, result: TableRows) -> dict[str, Any]:
     known = sorted({row[x] for row in result.rows if row[x] is not None})
     every = -(-len(known) // PLACES)
     kept = set(known[::-1][::every]) if every > 1 else set(known)
-    rows = [[row[place] for place in places] for row in result.rows if row[x] in kept]
+    chosen = ([row[place] for place in places] for row in result.rows if row[x] in kept)
+    rows = [[visible(value) if isinstance(value, str) else value for value in row] for row in chosen]
     return {"columns": columns, "rows": rows, "every": max(1, every)}
 
 
@@ -177,10 +178,11 @@ def flows(panel: Panel, result: TableRows) -> list[Named]:
             if not colour:
                 colour, other = f"part-{other % 3}", other + 1
             query = urlencode({"run" if each == "run_id" else each: row[each] for each in [*by, name]})
-            part = {"name": str(row[name]), "count": row[count], "colour": colour, "query": query}
+            part = {"name": visible(str(row[name])), "count": row[count], "colour": colour, "query": query}
             parts.append({**part, "x": reached * scale, "width": row[count] * scale})
             reached += row[count]
-        found.append({"name": " · ".join(map(str, kind)), "total": total, "parts": parts, "missing": total - reached})
+        title = visible(" · ".join(map(str, kind)))
+        found.append({"name": title, "total": total, "parts": parts, "missing": total - reached})
     return found
 
 

@@ -65,6 +65,13 @@ def test_a_view_of_a_run_that_is_over(view: View, look: Look, name: str):
     look.shoot(f"{name}-phone")
 
 
+@pytest.mark.parametrize(("name", "text"), [("run", ".u-legend .u-label"), ("users", ".flow li a")])
+def test_a_long_name_of_a_series_or_a_part_is_folded(view: View, look: Look, name: str, text: str):
+    page = look.open(f"{view.url}/{name}")
+    page.locator(text).first.evaluate("label => { label.textContent = 'W'.repeat(300) }")
+    assert_fits(page)
+
+
 def test_dark_is_dark(view: View, look_as: Callable[..., Look]):
     grounds = []
     for scheme in ("light", "dark"):

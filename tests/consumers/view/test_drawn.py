@@ -62,6 +62,8 @@ def test_a_plot_is_of_a_part_of_many_steps_and_of_the_last():
     assert (few["every"], len(few["rows"])) == (1, 2 * PLACES)
     steps = [row[few["columns"].index("step")] for row in many["rows"]]
     assert (many["every"], steps[-1], len(set(steps)) <= PLACES) == (11, 10 * PLACES, True)
+    hidden = plotted(panel, replace(rewards(1), rows=[["a\u202eb", *rewards(1).rows[0][1:]]]))
+    assert hidden["rows"][0][0] == "a⟨U+202E⟩b"
     assert few["columns"] == ["run_id", "step", "reward", "environment", "reward_low", "reward_high"]
 
 

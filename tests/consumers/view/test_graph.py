@@ -78,11 +78,12 @@ def test_a_roll_back_leads_from_the_served_version():
 
 @pytest.mark.parametrize(("total", "missing"), [(10, 0), (12, 2)])
 def test_parts_that_do_not_add_up_are_reported(total: int, missing: int):
-    rows = [["run", "train", "trained", 6, total], ["run", "train", "excluded: <b>", 4, total]]
+    rows = [["run\u202e", "train", "trained", 6, total], ["run\u202e", "train", "excluded: <b>\0", 4, total]]
     columns = ("run_id", "mode", "ending", "rollouts", "total")
     (flow,) = flows(panels()["accounting"], TableRows(columns, ("String",) * 5, rows, False, 0.0))
     assert flow["missing"] == missing and [part["count"] for part in flow["parts"]] == [6, 4]
-    assert flow["parts"][1]["query"] == "run=run&mode=train&ending=excluded%3A+%3Cb%3E"
+    assert (flow["name"], flow["parts"][1]["name"]) == ("run⟨U+202E⟩ · train", "excluded: <b>␀")
+    assert flow["parts"][1]["query"] == "run=run%E2%80%AE&mode=train&ending=excluded%3A+%3Cb%3E%00"
 
 
 def test_a_step_and_a_version_have_pages_and_other_words_have_none():
