@@ -165,12 +165,13 @@ class RedriveHistory:
 
     def why_erased(self, letter: StoredLetter, record: Record | None) -> str:
         """Return the reason if `record`, decoded from the letter, is data of a user who was erased after it was
-        written; empty if it is not.
+        written, or after its event time; empty if it is not.
 
         The erasure wrote no tombstone for it, because the record could not be decoded at that time.
         """
         user_id, written_at = user_of(record), letter.source_timestamp_ms * 1_000
-        if user_id is not None and written_at <= self.erasures.before.get(user_id, -1):
+        was_written_before = user_id is not None and written_at <= self.erasures.before.get(user_id, -1)
+        if was_written_before or self.erasures.covers(record, letter.source_timestamp_ms):
             return ERASED
         if isinstance(record, Feedback) and record.interaction_id.encode() in self.erasures.interactions:
             return ERASED_INTERACTION

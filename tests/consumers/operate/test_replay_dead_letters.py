@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,10 @@ def test_a_record_of_a_user_who_was_erased_later_is_not_sent_back():
     assert why_not(letter, sequel, transform=lambda _: given["bob"]) == ""
     sequel.erasures.before["ann"] -= 1
     assert why_not(letter, sequel, transform=lambda _: given["ann"]) == "", "a record of the time after the erasure"
+    served = interaction("i0", "ann")
+    sequel.erasures.before["ann"] = served.served_at
+    late = replace(letter, source_timestamp_ms=served.served_at // 1_000 + 60_000)
+    assert why_not(late, sequel, transform=lambda _: Codec().encode(served)) == "its user was erased"
 
 
 @pytest.mark.parametrize("lacking", [HEADER_TOPIC, HEADER_PARTITION, HEADER_OFFSET])
