@@ -148,8 +148,8 @@ def _cell(value: object, specification: str) -> str:
     """Format a value for a person."""
     if _number(value):
         return format(value, specification)
-    told = ", ".join(map(_text, value)) if isinstance(value, (list, tuple)) else _text(value)
-    return harmless(told).expandtabs()
+    shown = ", ".join(map(_text, value)) if isinstance(value, (list, tuple)) else _text(value)
+    return harmless(shown).expandtabs()
 
 
 def _show(heads: Sequence[str], rows: Sequence[Sequence[object]], formats: Mapping[str, str]) -> None:
@@ -162,8 +162,8 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[object]], formats: Mappi
             if n:
                 console.print()
             for head, cell in zip(heads, row, strict=True):
-                told = cell.replace("\n", "\n" + " " * width)
-                console.print(Text.assemble((set_cell_size(head, width), "bold"), told), soft_wrap=True)
+                shown = cell.replace("\n", "\n" + " " * width)
+                console.print(Text.assemble((set_cell_size(head, width), "bold"), shown), soft_wrap=True)
         return
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
     for head, width, column in zip(heads, widths, zip(*rows, strict=True), strict=True):

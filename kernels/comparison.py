@@ -196,13 +196,13 @@ class _Clock:
 
     seconds: float = 0.0
     n_bytes: int = 0
-    _begun: float = field(default=0.0, repr=False)
+    _started: float = field(default=0.0, repr=False)
 
     def __enter__(self) -> None:
-        self._begun = time.process_time()
+        self._started = time.process_time()
 
     def __exit__(self, *exception: object) -> None:
-        self.seconds += time.process_time() - self._begun
+        self.seconds += time.process_time() - self._started
 
     def gb_per_second(self) -> float:
         return self.n_bytes / self.seconds / GIGA if self.seconds else 0.0

@@ -108,20 +108,20 @@ class Outbox:
                 failures = await asyncio.get_running_loop().run_in_executor(self._thread, self._send, batch)
             except Exception as error:  # noqa: BLE001 - any error is raised at each writer
                 failures = [error] * len(batch)
-            for letter, failure in zip(batch, failures, strict=True):
-                if letter.written is None or letter.written.done():  # nobody waits for it, or does not any more
+            for outgoing, failure in zip(batch, failures, strict=True):
+                if outgoing.written is None or outgoing.written.done():  # nobody waits for it, or does not any more
                     self._failure = failure or self._failure
                 elif failure is None:
-                    letter.written.set_result(None)
+                    outgoing.written.set_result(None)
                 else:
-                    letter.written.set_exception(failure)
+                    outgoing.written.set_exception(failure)
 
     def _send(self, batch: list[_OutgoingRecord]) -> list[Exception | None]:
         """Write a batch; return the error of each record that could not be prepared. Raises DeliveryError."""
         failures: list[Exception | None] = [None] * len(batch)
-        for place, letter in enumerate(batch):
+        for place, outgoing in enumerate(batch):
             try:
-                self._producer.send(letter.topic, self._prepare(letter.record), key=letter.key)
+                self._producer.send(outgoing.topic, self._prepare(outgoing.record), key=outgoing.key)
             except DeliveryError:
                 raise
             except Exception as error:  # noqa: BLE001 - of the store, for instance, which the other records do not need

@@ -117,7 +117,7 @@ AWAITED_S = 30 * 24 * 3600.0
 ANSWERS_S = 3.0
 """Time for the other ranks to report that they have noticed a failure too; a rank without a report has failed."""
 LOOK_S = 0.05
-_SAID = "tidemill/said/{}"
+_REASON = "tidemill/reasons/{}"
 _LOST = "another rank is lost"
 
 
@@ -162,7 +162,7 @@ class Job:
         """Send a call to the other ranks; None: there are no more calls. For the first rank."""
         self._calls.from_first(lambda: call)
 
-    def told(self) -> Call | None:
+    def next_call(self) -> Call | None:
         """Wait for the next call of the first rank. For the other ranks. Raises RanksLostError if the first rank is
         lost.
         """
@@ -190,21 +190,21 @@ class Job:
 
     def _say(self, what: str) -> None:
         with suppress(dist.DistError):
-            self._store.set(_SAID.format(self.ranks.rank), what)
+            self._store.set(_REASON.format(self.ranks.rank), what)
 
     def _failed_ranks(self) -> str:
         """Name the failures that the ranks reported, otherwise the ranks that do not answer."""
-        deadline, said = time.monotonic() + ANSWERS_S, dict[int, str]()
-        while len(said) < self.ranks.size and time.monotonic() < deadline:
+        deadline, reasons = time.monotonic() + ANSWERS_S, dict[int, str]()
+        while len(reasons) < self.ranks.size and time.monotonic() < deadline:
             try:
-                for rank in set(range(self.ranks.size)) - said.keys():
-                    if self._store.check([_SAID.format(rank)]):
-                        said[rank] = self._store.get(_SAID.format(rank)).decode()
+                for rank in set(range(self.ranks.size)) - reasons.keys():
+                    if self._store.check([_REASON.format(rank)]):
+                        reasons[rank] = self._store.get(_REASON.format(rank)).decode()
             except dist.DistError:
                 return "the first rank, or torchrun, is gone; start the trainer again, it goes on from the log"
             time.sleep(LOOK_S)
-        failed = [f"rank {rank}: {reason}" for rank, reason in sorted(said.items()) if reason != _LOST]
-        silent = ", ".join(str(rank) for rank in range(self.ranks.size) if rank not in said)
+        failed = [f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()) if reason != _LOST]
+        silent = ", ".join(str(rank) for rank in range(self.ranks.size) if rank not in reasons)
         return "; ".join(failed) or f"rank {silent} is gone or hangs; start the trainer again, it goes on from the log"
 
 

@@ -130,15 +130,15 @@ def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> tuple[list[
     Raises LookupError if the topic ends before the given offsets, or has no document below them.
     """
     with LogReader(kafka, [Topic.DOCUMENTS], client_id=_CLIENT) as reader, RecordProducer(kafka, _CLIENT) as producer:
-        until, asked = {partition: end for (_, partition), end in reader.end_offsets().items()}, settings.until
-        for partition, offset in asked.items():
+        until, limits = {partition: end for (_, partition), end in reader.end_offsets().items()}, settings.until
+        for partition, offset in limits.items():
             if offset > until.get(partition, 0):
                 raise LookupError(
                     f"midtrain.until wants offset {offset} of documents[{partition}], which ends at "
                     f"{until.get(partition)}"
                 )
-        if asked:
-            until = {partition: asked.get(partition, 0) for partition in until}
+        if limits:
+            until = {partition: limits.get(partition, 0) for partition in until}
         found: dict[str, Document] = {}
         for located in reader.read_to_end():
             if located.offset >= until[located.partition]:

@@ -133,7 +133,7 @@ def trained_tokens(
 
 def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
     """Return the record of the mismatch on the tokens of a step."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     slices, worst = measure(trained, record.parent_version)
     tokens_otherwise, layers_otherwise = routed_otherwise(trained)
     return Mismatch(
@@ -146,7 +146,7 @@ def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
         alarms=sorted(alarms(slices)),
         tokens_routed_otherwise=tokens_otherwise,
         layers_routed_otherwise=layers_otherwise,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
         at=record.finished_at,
         incarnation=record.incarnation,
     )
@@ -237,7 +237,7 @@ class _TokenPlaces:
         is_rollout = isinstance(trajectory, Rollout)
         segment, position = int(self.segment[place]), int(self.position[place])
         experts: Sequence[Any] = tokens.experts[place].tolist() if place in tokens.experts else ((), ())
-        asked, own = (" ".join(",".join(map(str, layer)) for layer in layers) for layers in experts)
+        sampled, own = (" ".join(",".join(map(str, layer)) for layer in layers) for layers in experts)
         return WorstToken(
             record_id=trajectory.rollout_id if is_rollout else trajectory.interaction_id,
             environment=_environment(trajectory),
@@ -251,7 +251,7 @@ class _TokenPlaces:
             sampler_logprob=float(tokens.sampler_logprobs[place]),
             trainer_logprob=float(tokens.trainer_logprobs[place]),
             weight=float(tokens.weights[place]),
-            sampler_experts=asked,
+            sampler_experts=sampled,
             trainer_experts=own,
         )
 

@@ -84,8 +84,8 @@ class InteractionLog(ExitStack):
         except (ForeignClaimError, InvalidRolloutError):
             return Exclusion.INVALID_INTERACTION
         versions = sampled_versions(whole)
-        said = (whole.version_min, whole.version_max)
-        return whole if said == (versions.min(), versions.max()) else Exclusion.INVALID_INTERACTION
+        recorded = (whole.version_min, whole.version_max)
+        return whole if recorded == (versions.min(), versions.max()) else Exclusion.INVALID_INTERACTION
 
 
 class OnlineInput(ExitStack):

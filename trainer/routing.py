@@ -96,17 +96,17 @@ class RoutingReplay:
         own choice, ascending; for the layers with experts. None for a row without ids."""
         if self._ids is None:
             return None
-        asked = self._ids[places][:, self._layers]
+        recorded = self._ids[places][:, self._layers]
         own = torch.stack([self._seen[layer][2][places] for layer in self._layers], 1)
-        return torch.stack([asked.int(), own.int()], 1).sort(-1).values.cpu()
+        return torch.stack([recorded.int(), own.int()], 1).sort(-1).values.cpu()
 
     def _route(self, layer: int, router: nn.Module, _inputs: object, answer: Routed) -> Routed | None:
         if self._ids is None:
             return None
         logits, _, own = answer
-        asked = self._ids[:, layer].long()
-        elsewhere = (own.sort(-1).values != asked.sort(-1).values).any(-1)
-        used, replaced = _plausible_ids(logits.detach(), own, asked, self._plausible)
+        recorded = self._ids[:, layer].long()
+        elsewhere = (own.sort(-1).values != recorded.sort(-1).values).any(-1)
+        used, replaced = _plausible_ids(logits.detach(), own, recorded, self._plausible)
         self._seen[layer] = elsewhere, replaced, own.short()
         if self._routing is Routing.OWN:
             return None
@@ -114,20 +114,20 @@ class RoutingReplay:
         return logits, scores.to(answer[1].dtype), used
 
 
-def _plausible_ids(logits: Tensor, own: Tensor, asked: Tensor, share: float) -> tuple[Tensor, Tensor]:
+def _plausible_ids(logits: Tensor, own: Tensor, recorded: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Return the ids to use, i8[L, top_k], and the number of tokens whose ids were replaced, i8[].
 
     An expert in `asked` counts as implausible if its probability is below `share` of the smallest one among the
     router's own experts; it is replaced by the most probable expert that is not in `asked`.
     """
     if not share:
-        return asked, asked.new_zeros(())
+        return recorded, recorded.new_zeros(())
     chances = logits.softmax(-1, dtype=torch.float)
-    kept = chances.gather(-1, asked) >= share * chances.gather(-1, own).amin(-1, keepdim=True)
+    kept = chances.gather(-1, recorded) >= share * chances.gather(-1, own).amin(-1, keepdim=True)
     whole = kept.all(-1, keepdim=True)
     # Above every probability, so that they are chosen first.
-    chances = chances.scatter(-1, asked, torch.where(kept, 2.0, -1.0))
-    return torch.where(whole, asked, chances.topk(asked.shape[-1], -1).indices), (~whole).sum()
+    chances = chances.scatter(-1, recorded, torch.where(kept, 2.0, -1.0))
+    return torch.where(whole, recorded, chances.topk(recorded.shape[-1], -1).indices), (~whole).sum()
 
 
 def _routers(model: PreTrainedModel) -> list[tuple[int, Any]]:
@@ -162,8 +162,8 @@ def _require_same_scores(router: Any) -> None:  # noqa: ANN401 - transformers' r
     with torch.no_grad():
         trial.weight.normal_(generator=generator)
         logits, scores, ids = trial(torch.randn(16, trial.weight.shape[1], generator=generator))
-        told = ADAPTERS[type(router).__name__](trial, logits, ids).to(scores.dtype)
-    if not torch.equal(told, scores):
+        weighted = ADAPTERS[type(router).__name__](trial, logits, ids).to(scores.dtype)
+    if not torch.equal(weighted, scores):
         raise UntrainableModelError(
             f"trainer.routing: {type(router).__name__} computes other scores than its adapter in "
             "trainer/routing.py: this version of transformers has changed it"

@@ -129,7 +129,7 @@ class TrainingRun:
     """Queue of the online batches that have not ended."""
     line: WeightLine
     """The versions made so far; the gate's decisions have not been read yet."""
-    begun: StepPlan | None
+    planned: StepPlan | None
     """The plan of the next step, if it was written."""
     _liveness: Liveness = field(init=False)
     _not_before: float = 0.0
@@ -150,12 +150,12 @@ class TrainingRun:
                 online = stack.enter_context(users)
             self._liveness = stack.enter_context(Liveness("the trainer", self.kafka.stall_timeout_s))
             self._beat("the step that was begun before")
-            if self.begun is not None and self.begun.step <= max_steps and not stop.is_set():
-                self._took(self._take_begun(self.begun))
+            if self.planned is not None and self.planned.step <= max_steps and not stop.is_set():
+                self._on_step(self._take_planned(self.planned))
             while self.place.step < max_steps and (batch := self._next_batch(groups, online, stop)) is not None:
                 self._not_before = time.monotonic() + self.settings.min_step_seconds
                 self._beat(f"step {self.place.step + 1}")
-                self._took(self.session.train(batch, None if online is None else self.line.decisions))
+                self._on_step(self.session.train(batch, None if online is None else self.line.decisions))
             self._checkpoint()
             self.session.wait_published()
 
@@ -168,7 +168,7 @@ class TrainingRun:
         with RecordedInputs(self.kafka, self.settings, self.session.weights) as inputs:
             self.session.go_back(version, step, read_steps(self.kafka, self.run_id), inputs)
 
-    def _take_begun(self, plan: StepPlan) -> TrainStep | None:
+    def _take_planned(self, plan: StepPlan) -> TrainStep | None:
         """Take the planned step before reading more of the run; return None if it must be planned again.
 
         It must be planned again, with a newer plan in the log, if the gate rejected its parent, its inputs can no
@@ -200,7 +200,7 @@ class TrainingRun:
         self.queue.observe_step(plan)
         return session.take(plan, batch)
 
-    def _took(self, record: TrainStep | None) -> None:
+    def _on_step(self, record: TrainStep | None) -> None:
         """Process the record of a step that was taken, if any, and write a checkpoint if one is due."""
         if record is None:
             return
@@ -261,7 +261,7 @@ def resume(
     """
     settings = weights.settings
     advantage_of(run, settings)  # before anything is published
-    steps, begun = read_history(kafka, run.run_id)
+    steps, planned = read_history(kafka, run.run_id)
     newest = weights.checkpoints.newest(len(steps))
     start = weights.snapshot() if newest else ""
     saved = weights.restore(newest) if newest else None
@@ -279,7 +279,7 @@ def resume(
         builder=BatchBuilder(run, settings, saved.progress if saved else None, versions.incarnation),
         queue=OnlineQueue(run, settings, line, saved.online if saved else None, versions.incarnation),
         line=line,
-        begun=begun,
+        planned=planned,
     )
     for record in steps:
         resumed.made(record)

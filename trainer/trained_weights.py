@@ -43,12 +43,12 @@ def _on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concate
     def called(weights: TrainedWeights, /, *args: P.args, **options: P.kwargs) -> T:
         job = weights.job
 
-        def begun() -> T:
+        def announced() -> T:
             if job.ranks.is_first:
                 job.tell((method.__name__, args, options))
             return method(weights, *args, **options)
 
-        return job.together(begun)
+        return job.together(announced)
 
     return update_wrapper(called, method)
 
@@ -98,7 +98,7 @@ class TrainedWeights:
 
     def follow(self) -> None:
         """Make the calls of the first rank, until it calls `let_go`. Raises their errors here, or RanksLostError."""
-        while (call := self.job.together(self.job.told)) is not None:
+        while (call := self.job.together(self.job.next_call)) is not None:
             name, args, options = call
             getattr(self, name)(*args, **options)
 

@@ -171,8 +171,8 @@ def redrive(
         verdicts = letters.judge(_chosen(letters, names, topic, reason), limit, mend)
         sent = letters.send_back(verdicts) if yes else 0
     if as_json:
-        told = [verdict_document(verdict) for verdict in verdicts]
-        print_json({"dry_run": not yes, "sent_back": sent, "letters": told})
+        documents = [verdict_document(verdict) for verdict in verdicts]
+        print_json({"dry_run": not yes, "sent_back": sent, "letters": documents})
         return
     rows = []
     for verdict in verdicts:

@@ -65,8 +65,8 @@ def list_environments(
     if not found:
         raise LookupError(f"there is no environment or family {family!r}: `tidemill env list` lists all")
     document = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
-    told = ((each.name, f"not offered: {each.problem}" if each.problem else each.about) for each in found)
-    print_rows(("name", "about"), told, as_json=as_json, as_csv=as_csv, document=document)
+    rows = ((each.name, f"not offered: {each.problem}" if each.problem else each.about) for each in found)
+    print_rows(("name", "about"), rows, as_json=as_json, as_csv=as_csv, document=document)
 
 
 @env_app.command()
@@ -186,10 +186,10 @@ async def try_environment(
             if not (as_json or as_csv):
                 typer.echo(f"── episode {len(episodes)} " + "─" * 60)
                 for message in policy.conversation:
-                    said = str(message["content"])
+                    text = str(message["content"])
                     for call in message.get("tool_calls") or ():
-                        said += f"\n→ {call['function']['name']}({call['function']['arguments']})"
-                    typer.echo(harmless(f"{message['role']}: {said.strip()}"))
+                        text += f"\n→ {call['function']['name']}({call['function']['arguments']})"
+                    typer.echo(harmless(f"{message['role']}: {text.strip()}"))
                 if score is None:
                     typer.echo(harmless(f"failed: {failure}\n"))
                 else:

@@ -125,8 +125,8 @@ def _show(made: GateDecision, following: DecisionFollowers, *, written: bool, wa
         print_json({**document, "behind": sorted(following.behind)})
         return
     version = "" if made.version is None else f" {made.version}"
-    said = "decided" if written else "would decide"
-    typer.echo(f"{said}: {made.verdict.value}{version} on branch {made.branch} by {made.decided_by}: {made.reason}")
+    verb = "decided" if written else "would decide"
+    typer.echo(f"{verb}: {made.verdict.value}{version} on branch {made.branch} by {made.decided_by}: {made.reason}")
     for replica, serving in sorted(following.beyond.items()):
         typer.echo(
             f"{replica} serves {serving} and stays there: a pin takes no replica back, `rollback` does", err=True

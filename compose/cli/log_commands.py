@@ -119,8 +119,8 @@ def audit(
         rows = ((one.name, one.passed, one.offenders, one.first and str(one.first)) for one in report.checks)
         print_rows(heads, rows, as_csv=as_csv, formats={"offenders": ","})
         for title, counts in (("rollouts", report.states), ("read", report.counts), ("repeated", report.repeated)):
-            told = ", ".join(f"{number:,} {what}" for what, number in counts.items())
-            typer.echo(f"{title}: {told or 'nothing'}", err=True)
+            summary = ", ".join(f"{number:,} {what}" for what, number in counts.items())
+            typer.echo(f"{title}: {summary or 'nothing'}", err=True)
         typer.echo(f"run {report.run_id}: {report.verdict()}", err=True)
     raise typer.Exit(0 if report.passed else 1)
 
@@ -159,9 +159,9 @@ def path_lines(path: dict[str, Any]) -> list[str]:
     if path["served"] is not None:
         consent = "consent" if path["served"]["consent"] else "NO consent"
         served = [
-            "{at} by {replica_id}, version {versions}, arm {arm} (p {propensity:g}), {said}, user {user_id}, "
+            "{at} by {replica_id}, version {versions}, arm {arm} (p {propensity:g}), {agreed}, user {user_id}, "
             "{finish_reason} · {place}".format(
-                at=utc(path["served"]["served_at"]), versions=_span(path["served"]), said=consent, **path["served"]
+                at=utc(path["served"]["served_at"]), versions=_span(path["served"]), agreed=consent, **path["served"]
             ),
             *(f"the same record again · {place}" for place in path["served"]["repeats"]),
         ]
@@ -170,8 +170,8 @@ def path_lines(path: dict[str, Any]) -> list[str]:
     for event in path["feedback"]:
         value = "" if event["value"] is None else f" {event['value']:g}"
         corrects = f" correcting {event['corrects']}" if event["corrects"] else ""
-        told = f"{utc(event['observed_at'])} {event['kind']}{value}{corrects} from {event['source']}"
-        feedback.append(f"{told}, {event['event_id']}: {event['fate']} · {event['place']}")
+        summary = f"{utc(event['observed_at'])} {event['kind']}{value}{corrects} from {event['source']}"
+        feedback.append(f"{summary}, {event['event_id']}: {event['fate']} · {event['place']}")
     feedback += ("refused by {found_by}: {reason} · {place}".format(**letter) for letter in path["letters"])
     for end in path["outcomes"]:
         what = f"excluded: {end['exclusion']}" if end["exclusion"] else f"reward {_number(end['reward'])}"

@@ -107,9 +107,9 @@ def comparison_lines(found: OutputComparison, there: str, here: str, show: int) 
         f"only in {there}": found.count(DifferenceKind.ONLY_THERE),
         f"only in {here}": found.count(DifferenceKind.ONLY_HERE),
     }
-    told = [f"{what}: {number}" for what, number in counts.items() if number]
-    if told:
-        lines.append(", ".join(told))
+    totals = [f"{what}: {number}" for what, number in counts.items() if number]
+    if totals:
+        lines.append(", ".join(totals))
     repeated = {there: found.repeated_there, here: found.repeated_here}
     lines += [f"repeated in {side}, byte for byte: {number}" for side, number in repeated.items() if number]
     for number, difference in enumerate(found.differences[:show]):
@@ -259,11 +259,11 @@ def _run(
         recorded = recorded_outputs(settings.kafka, settings.run, processor, timeout_s)
         there = [located_item(names, located) for located in recorded]
 
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             if done % PROGRESS_EVERY == 0:
                 progress.say(f"{done} of {total} records")
 
-        replayed = replay(settings.kafka, processor, changes, timeout_s, told)
+        replayed = replay(settings.kafka, processor, changes, timeout_s, report)
     here = []
     for one in replayed.emitted:
         place = Position(names.of(Topic(one.cause.topic)), one.cause.partition, one.cause.offset)

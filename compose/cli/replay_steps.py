@@ -142,13 +142,13 @@ def staleness(
         print_rows(heads, rows, as_json=as_json, as_csv=as_csv, document=document)
     else:
         for step in judged:
-            told = f"step {step.step} from version {step.version}: {step.trained} trained, {step.stale} too stale"
-            told += "" if step.max_lag is None else f", largest lag {step.max_lag}"
+            line = f"step {step.step} from version {step.version}: {step.trained} trained, {step.stale} too stale"
+            line += "" if step.max_lag is None else f", largest lag {step.max_lag}"
             for way, word in (("excluded", "out"), ("included", "in")):
                 moved = ", ".join(group.group_id for group in step.moved if group.moved == way)
-                told += f"; {word}: {moved}" if moved else ""
-            told += f"; {step.unknown} no longer in the log" if step.unknown else ""
-            typer.echo(told)
+                line += f"; {word}: {moved}" if moved else ""
+            line += f"; {step.unknown} no longer in the log" if step.unknown else ""
+            typer.echo(line)
         answer = "no group is judged differently" if first is None else f"first step that differs: {first}"
         typer.echo(f"under a bound of {max_policy_lag}: {answer}")
     raise typer.Exit(0 if first is None else 1)

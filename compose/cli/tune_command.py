@@ -57,14 +57,14 @@ def replica(
     async def climb() -> None:
         """Measure level after level into `levels`, until `enough`."""
         async with client(api_key, timeout_s) as session:
-            asked = replace(load, model=await served_model(session, load.address))
+            named_load = replace(load, model=await served_model(session, load.address))
             # The first answers of a replica are slower, so they are not counted.
-            await measure(session, asked, 1, 1, lambda _: None)
+            await measure(session, named_load, 1, 1, lambda _: None)
             concurrency = first
             while concurrency <= most and enough(levels, gain) is None:
                 requests = concurrency * rounds
                 with working(f"{concurrency} at a time", requests) as bar:
-                    levels.append(await measure(session, asked, concurrency, requests, lambda n: bar(n, "")))
+                    levels.append(await measure(session, named_load, concurrency, requests, lambda n: bar(n, "")))
                 concurrency *= 2
 
     try:
@@ -76,13 +76,13 @@ def replica(
         # Requests of one level fail together; report one of them.
         raise next(error for error in errors.exceptions if isinstance(error, RuntimeError)) from None
     chosen = enough(levels, gain)
-    told = {"address": address, "gain": gain, "levels": levels,
+    document = {"address": address, "gain": gain, "levels": levels,
             "chosen": None if chosen is None else chosen.concurrency, "load": load}  # fmt: skip
     rows = [list(asdict(level).values()) for level in levels]
     rounded = [[*row[:2], *(round(value, 1) for value in row[2:])] for row in rows]
     heads = ("concurrency", "requests", "tokens_per_s", "latency_ms_p50", "latency_ms_p95")
     formats = dict.fromkeys(heads[2:], ",.1f")
-    print_rows(heads, rounded, as_json=as_json, as_csv=as_csv, formats=formats, document=told)
+    print_rows(heads, rounded, as_json=as_json, as_csv=as_csv, formats=formats, document=document)
     if chosen is not None:
         typer.echo(f"chosen: {chosen.concurrency} requests at a time ({chosen.tokens_per_s:,.0f} tokens/s)", err=True)
     elif not status:
@@ -165,9 +165,9 @@ async def measure(
                 "temperature": 1.0,
                 "ignore_eos": True,
             }
-            begun = time.perf_counter()
+            started = time.perf_counter()
             answer = await _exchange(session, "POST", load.address + COMPLETIONS, body)
-            latencies.append(time.perf_counter() - begun)
+            latencies.append(time.perf_counter() - started)
             try:
                 tokens += int(answer["usage"]["completion_tokens"])
             except (KeyError, TypeError, ValueError) as error:
@@ -175,11 +175,11 @@ async def measure(
                 raise RuntimeError(f"{load.address} {what}") from error
             done(len(latencies))
 
-    begun = time.perf_counter()
+    started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, requests)):
             group.create_task(ask_on())
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     cuts = quantiles(latencies, n=20, method="inclusive") if len(latencies) > 1 else latencies * 19
     return LoadLevel(concurrency, requests, tokens / seconds, cuts[9] * MS, cuts[18] * MS)
 

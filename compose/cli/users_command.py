@@ -72,9 +72,9 @@ def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
     ) -> None:
         settings = with_reachable_log(settings_of({}))
         made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
-        request, said = made["request"], "is in effect already" if made["carried_on"] else "written"
+        request, state = made["request"], "is in effect already" if made["carried_on"] else "written"
         print_document(
-            made, [f"user {request.user_id}: {_request(request)} {said}, with {made['copies']} copies"], as_json
+            made, [f"user {request.user_id}: {_request(request)} {state}, with {made['copies']} copies"], as_json
         )
 
     command.__name__, command.__doc__ = wish.value, explained
@@ -135,9 +135,9 @@ def erasure_lines(done: Erasure) -> list[str]:
     lines = [f"user {done.user_id}: the log held {_counts(done.found)}"]
     if done.request is None:
         return [*lines, "nothing was written: this was a dry run", *_letters(done.dead_letters)]
-    said = "continued" if done.carried_on else "requested"
+    state = "continued" if done.carried_on else "requested"
     lines += [
-        f"{said}: {_request(done.request)}",
+        f"{state}: {_request(done.request)}",
         f"erased: {_counts(done.tombstones)}; claimed bytes of {done.claims.deleted} objects",
     ]
     lines += [f"NOT DELETED, no object below store.root: {uri}" for uri in done.claims.foreign]
@@ -191,7 +191,7 @@ def simulate(
     from tidemill.compose.demo.users import run
 
     settings = begin_role(settings_of, users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
-    asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
+    drawn = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
 
     answers = 0
 
@@ -202,10 +202,10 @@ def simulate(
             print(json.dumps(json_values(seen)), flush=True)
             return
         rates = "  ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in seen.satisfaction) or "nothing yet"
-        said = f"{seen.interactions} answers, {sum(seen.signals.values())} signals, {seen.failed} given up"
-        print(f"satisfied by version: {rates}; {said}", flush=True)
+        totals = f"{seen.interactions} answers, {sum(seen.signals.values())} signals, {seen.failed} given up"
+        print(f"satisfied by version: {rates}; {totals}", flush=True)
 
-    run(settings.kafka, settings.product, settings.users, islice(asked, measure), say)
+    run(settings.kafka, settings.product, settings.users, islice(drawn, measure), say)
     if measure is not None and not answers:
         raise ConnectionError(f"no question was answered: does a replica serve behind {settings.users.router}?")
 

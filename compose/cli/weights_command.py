@@ -193,14 +193,14 @@ def print_chain(rows: Sequence[dict[str, Any]], head: int, as_csv: bool) -> None
     rows_shown = []
     for row in rows:
         inputs = row["serving_activations"]
-        told = ["head" if row["version"] == head else "", row["serving_format"], inputs and f"activations {inputs}"]
-        told.append(row["fork"])
-        told += ["delta expired" if row["expired"] else "", *row["decisions"]]
-        told += (f"refused by {replica}: {reason}" for replica, reason in row["refused_by"].items())
+        notes = ["head" if row["version"] == head else "", row["serving_format"], inputs and f"activations {inputs}"]
+        notes.append(row["fork"])
+        notes += ["delta expired" if row["expired"] else "", *row["decisions"]]
+        notes += (f"refused by {replica}: {reason}" for replica, reason in row["refused_by"].items())
         fields = "version parent step learning_rate density delta_bytes bytes_per_changed"
         shown = [row[name] for name in fields.split()]
         rows_shown.append(
-            [*shown, row["anchor"] is not None, row["skips"], row["proved_by"], "; ".join(filter(None, told))]
+            [*shown, row["anchor"] is not None, row["skips"], row["proved_by"], "; ".join(filter(None, notes))]
         )
     print_rows(
         ("version", "parent", "step", "lr", "density", "bytes", "bytes/changed", "anchor", "skips_from", "proved_by",

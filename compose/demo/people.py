@@ -303,12 +303,12 @@ def questions(
         raise ValueError("no user asks anything: set users.ordinary, users.bots or users.held_out above 0")
     weights = [shares[role] for role in roles]
     sources = {role: _drafts(role, settings, one_in) for role in roles}
-    asked: dict[str, int] = {}
+    counts: dict[str, int] = {}
     while True:
         (role,) = rng.choices(roles, weights)
         user = rng.choice(people[role])
-        number = asked.get(user.name, 0)
-        asked[user.name] = number + 1
+        number = counts.get(user.name, 0)
+        counts[user.name] = number + 1
         draft = next(sources[role])
         yield Question(user, number, parse_ledger(draft.payload), draft.max_turns)
 

@@ -61,10 +61,10 @@ class SimulatedUsers:
         self._counts: Counter[str] = Counter()
         self._signals: Counter[str] = Counter()
 
-    async def ask(self, asked: Iterable[Question]) -> None:
+    async def ask(self, questions: Iterable[Question]) -> None:
         """Hold the conversation of each question and send its signals. Raises the errors of the product's SDK."""
         async with asyncio.TaskGroup() as group:
-            for question in asked:
+            for question in questions:
                 await self._slots.acquire()
                 group.create_task(self._hold(question))
 
@@ -76,8 +76,10 @@ class SimulatedUsers:
             counts["failed"],
             dict(sorted(self._signals.items())),
             [
-                Satisfaction(version, sum(happy for happy, _ in said), sum(right for _, right in said), len(said))
-                for version, said in sorted(self._opinions.items())
+                Satisfaction(
+                    version, sum(happy for happy, _ in opinions), sum(right for _, right in opinions), len(opinions)
+                )
+                for version, opinions in sorted(self._opinions.items())
             ],
         )
 
@@ -177,7 +179,7 @@ class ServedProduct:
         """Return the next turn after a user's conversation. Raises NoAnswer, RuntimeError."""
         began = time.monotonic()
         headers = {CONSENT_HEADER: "yes" if consent else "no"}
-        asked = {
+        request = {
             "messages": list(messages),
             "tools": list(tools),
             "max_tokens": self.settings.max_turn_tokens,
@@ -187,7 +189,7 @@ class ServedProduct:
             "metadata": {"session_id": session_id},
         }
         try:
-            async with self.session.post(PATH, json=asked, headers=headers) as response:
+            async with self.session.post(PATH, json=request, headers=headers) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise NoAnswer(f"{type(error).__name__}: {error}") from error
@@ -224,7 +226,7 @@ Say = Callable[[UserActivity], None]
 
 
 def run(
-    kafka: KafkaSettings, product: ProductSettings, settings: UsersSettings, asked: Iterator[Question], say: Say
+    kafka: KafkaSettings, product: ProductSettings, settings: UsersSettings, upcoming: Iterator[Question], say: Say
 ) -> None:
     """Let users ask `asked` until it ends, or until SIGINT or SIGTERM.
 
@@ -237,7 +239,7 @@ def run(
 
     async def main() -> None:
         async with open_product(kafka, product, settings) as opened:
-            await simulate(settings, opened, asked, say)
+            await simulate(settings, opened, upcoming, say)
 
     try:
         asyncio.run(main())
@@ -249,10 +251,10 @@ def run(
         raise error from group
 
 
-async def simulate(settings: UsersSettings, product: ServedProduct, asked: Iterator[Question], say: Say) -> None:
+async def simulate(settings: UsersSettings, product: ServedProduct, upcoming: Iterator[Question], say: Say) -> None:
     """Hold the conversations of `asked` with a product until they end, or a signal or the caller ends them."""
     crowd = SimulatedUsers(settings, product)
-    asking = asyncio.create_task(crowd.ask(asked))
+    asking = asyncio.create_task(crowd.ask(upcoming))
 
     async def tell() -> None:
         while True:

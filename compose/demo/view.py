@@ -58,8 +58,8 @@ def screen(state: LoopState, *, steps: int, bound: int, elapsed_s: float, stage:
 def online_screen(online: OnlineState, seen: UserActivity | None, batches: int, elapsed_s: float) -> RenderableType:
     users = Table.grid(padding=(0, 2))
     rates = seen.satisfaction if seen is not None else []
-    said = ", ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in rates[-4:]) or "waiting"
-    users.add_row("held-out users satisfied", said, Text(sparkline([s.rate for s in rates]), style="green"))
+    rates_text = ", ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in rates[-4:]) or "waiting"
+    users.add_row("held-out users satisfied", rates_text, Text(sparkline([s.rate for s in rates]), style="green"))
     rate = f"{online.interactions_per_s:.0f} a second"
     users.add_row("interactions", str(len(online.interactions)), f"{rate}, {online.votes} votes")
     users.add_row("ended in a reward", str(online.rewarded), f"{online.corrections} corrected later")
@@ -110,7 +110,7 @@ ONLINE_RESULTS = (
 
 def closing(summary: Summary, queries: list[str]) -> RenderableType:
     equal = {True: "equal", False: "NOT EQUAL"}
-    told = {
+    values = {
         **summary,
         "equal": equal[summary["fingerprints_equal"]],
         "kib": summary["delta_bytes"]["p50"] / 1024,
@@ -118,7 +118,7 @@ def closing(summary: Summary, queries: list[str]) -> RenderableType:
     }
     rows = [*RESULTS]
     if "online_batches" in summary:
-        told |= {
+        values |= {
             "online_equal": equal[summary["online_fingerprints_equal"]],
             "to_served": _spread(summary["feedback_to_served_s"]),
             "to_everyone": _spread(summary["feedback_to_everyone_s"]),
@@ -128,6 +128,6 @@ def closing(summary: Summary, queries: list[str]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     rows += [("time", "{loop_seconds:.0f} s of loop, {seconds:.0f} s in all"), ("data", "{data_dir}")]
     for name, value in rows:
-        table.add_row(name, value.format(**told))
+        table.add_row(name, value.format(**values))
     asks = Lines(Text("\nTry next:", style="bold"), *(Text(f"  {query}") for query in queries))
     return Panel(Lines(table, asks), title=f"tidemill · {summary['run_id']}", border_style="green")

@@ -69,9 +69,9 @@ def step_estimates(
     if pace is not None:
         devices, peak_tflops, share = pace
         seconds = training / (TERA * peak_tflops * share * devices)
-        told = f"your {peak_tflops:g} TFLOP/s and share {share:g}, {devices} devices"
-        found.append(Estimate("step_seconds", seconds, told))
-        found.append(Estimate("trained_tokens_per_s", rollouts * tokens / seconds, told))
+        basis = f"your {peak_tflops:g} TFLOP/s and share {share:g}, {devices} devices"
+        found.append(Estimate("step_seconds", seconds, basis))
+        found.append(Estimate("trained_tokens_per_s", rollouts * tokens / seconds, basis))
     return found
 
 
@@ -84,14 +84,14 @@ def delta_estimates(size: ModelSize, learning_rate: float, beta: float, density:
     """
     if density is None:
         sample = delta_at_rate(learning_rate, beta)
-        told = f"learning rate {learning_rate:g}, gradients that are noise, weights of spread {SPREAD:g}"
+        basis = f"learning rate {learning_rate:g}, gradients that are noise, weights of spread {SPREAD:g}"
     else:
-        sample, told = delta_at_density(density), "your density"
+        sample, basis = delta_at_density(density), "your density"
     changed = size.parameters * sample.changed / sample.elements
     each = sample.exponent_class / max(sample.changed, 1)
     return [
-        Estimate("changed_elements", changed, told),
-        Estimate("density", sample.changed / sample.elements, told),
+        Estimate("changed_elements", changed, basis),
+        Estimate("density", sample.changed / sample.elements, basis),
         Estimate("delta_bytes", changed * each, f"{each:.2f} bytes an element: the lower bound of a sample"),
         Estimate("anchor_bytes", 2.0 * size.parameters, "2 bytes a parameter"),
     ]

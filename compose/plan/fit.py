@@ -274,7 +274,7 @@ def document(
 ) -> dict[str, Any]:
     """Return the plan for JSON: bytes, and the same estimates and changes."""
 
-    def told(part: RoleMemory) -> dict[str, Any]:
+    def memory_row(part: RoleMemory) -> dict[str, Any]:
         return {
             "devices": part.devices,
             **asdict(part.case),
@@ -292,8 +292,8 @@ def document(
         "replica_devices": found.replica.devices if found.replica else None,
         "replicas_beside": found.replica_count,
         "same_devices": found.shared,
-        "trainer": [told(part) for part in found.trainers],
-        "replica": [told(part) for part in found.replicas],
+        "trainer": [memory_row(part) for part in found.trainers],
+        "replica": [memory_row(part) for part in found.replicas],
         "estimates": [asdict(each) for each in estimates],
         "changes": [asdict(each) for each in found.changes],
     }

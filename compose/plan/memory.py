@@ -142,9 +142,9 @@ def _encoder(size: ModelSize, case: TrainerCase) -> float:
     return blocks + min(MEMORY_BYTES, output) + CHUNK_COPIES * min(CHUNKS_IN_FLIGHT * CHUNK_BYTES, output)
 
 
-def _gathered(size: ModelSize, case: TrainerCase, begun: float) -> float:
-    """Return the bytes that are gathered from the ranks and summed over them; `begun` bytes belong to a backward pass
-    that begins.
+def _gathered(size: ModelSize, case: TrainerCase, backward_bytes: float) -> float:
+    """Return the bytes that are gathered from the ranks and summed over them; `backward_bytes` belong to a
+    backward pass that begins.
 
     The parameters outside the layers stay gathered from a row's first pass to its last, and those of the reference
     always. Two layers are gathered, and one has its gradients and the input of their sum. The gradients of the
@@ -157,7 +157,7 @@ def _gathered(size: ModelSize, case: TrainerCase, begun: float) -> float:
     outside = value * size.root * (1 + case.reference)
     layers = (2 * value + copies * (value + FP32)) * layer
     last = (value + copies * FP32) * size.root
-    return float(outside + layers + max(0.0, last - begun))
+    return float(outside + layers + max(0.0, last - backward_bytes))
 
 
 def _head(size: ModelSize, case: TrainerCase) -> float:

@@ -29,7 +29,7 @@ from vllm.exceptions import GenerationError
 from vllm.inputs import EngineInput
 from vllm.outputs import RequestOutput
 
-from tidemill.consumers.replica.versions import IncarnationOf, SpanUpdates, incarnation_said, said
+from tidemill.consumers.replica.versions import IncarnationOf, SpanUpdates, incarnation_of_spans, written_spans
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.protocol import CHAT_FIELDS, chat_request, json_object, usage
 from tidemill.schemas.chat.serving import FILL_CONTEXT, ChatServer, ChatTurn
@@ -68,8 +68,8 @@ class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLL
         response = super().request_output_to_completion_response(final_res_batch, *rest, **options)
         outputs = [output for result in final_res_batch for output in result.outputs]
         for choice, output in zip(response.choices, outputs, strict=True):
-            choice.weight_versions = said(output)
-            choice.weight_incarnation = incarnation_said(choice.weight_versions, self.incarnation_of)
+            choice.weight_versions = written_spans(output)
+            choice.weight_incarnation = incarnation_of_spans(choice.weight_versions, self.incarnation_of)
         return response
 
     def completion_stream_generator(
@@ -89,7 +89,7 @@ class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLL
                 yield prompt, result
 
         events = super().completion_stream_generator(request, engine_inputs, watched(), *rest, **options)
-        return news.told(events)
+        return news.annotated(events)
 
 
 class ChatCompletion(VersionedCompletion):
@@ -150,19 +150,21 @@ def chat_route(chat: ChatServer, completion: ChatCompletion) -> APIRouter:
     @load_aware_call  # type: ignore[untyped-decorator]  # vLLM is read without its types
     async def answered(body: bytes, raw_request: Request) -> Response:
         try:
-            asked = json_object(body)
-            if unknown := sorted(asked.keys() - CHAT_FIELDS - _PASSED - _IGNORED):
+            request_fields = json_object(body)
+            if unknown := sorted(request_fields.keys() - CHAT_FIELDS - _PASSED - _IGNORED):
                 raise BadMessage(f"`{unknown[0]:.64}` is not a field of this endpoint")
-            if asked.get("stream") not in (None, True, False):
+            if request_fields.get("stream") not in (None, True, False):
                 raise BadMessage("`stream` must be true or false")
-            turn = await chat.begin(chat_request(asked, formats=True), stream=bool(asked.get("stream")), versions=True)
+            turn = await chat.begin(
+                chat_request(request_fields, formats=True), stream=bool(request_fields.get("stream")), versions=True
+            )
         except BadMessage as error:
             refused = completion.create_error_response(str(error))
             return JSONResponse(refused.model_dump(), refused.error.code)
         streams = False
         try:
             try:
-                sampling = {name: asked[name] for name in _PASSED if asked.get(name) is not None}
+                sampling = {name: request_fields[name] for name in _PASSED if request_fields.get(name) is not None}
                 request = CompletionRequest(**turn.body(sampling))
             except ValidationError as error:
                 raise RequestValidationError(error.errors()) from error
@@ -191,8 +193,8 @@ async def _events(turn: ChatTurn, documents: AsyncIterator[dict[str, Any]]) -> A
     """Yield the server-sent events of a streamed completion's chat form."""
     try:
         async for document in documents:
-            if (told := turn.take(document)) is not None:
-                yield f"data: {json.dumps(told, ensure_ascii=False)}\n\n"
+            if (chunk := turn.take(document)) is not None:
+                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
         yield "data: [DONE]\n\n"
     finally:
         turn.close()

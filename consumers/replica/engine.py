@@ -35,7 +35,7 @@ from tidemill.consumers.replica.config import KvPolicy
 from tidemill.consumers.replica.environment import ACTIVATIONS_VARIABLE, FAULT_VARIABLE
 from tidemill.consumers.replica.ledger import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search, register, tell_spans_before_the_end
-from tidemill.consumers.replica.ranks import RankCoverage, handed_over, told
+from tidemill.consumers.replica.ranks import RankCoverage, handed_over, objections
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.quantise import ROW_FORMATS
 from tidemill.kernels.weights.bits import TensorSpec
@@ -190,8 +190,8 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         )  # fmt: skip
         outputs = [output async for output in self.generate({"prompt_token_ids": prompt}, asked, request)]
         (answer,) = outputs[-1].outputs
-        said = [*(outputs[-1].prompt_logprobs or [])[1:], *(answer.logprobs or [])]
-        return tuple(answer.token_ids), tuple(tuple(one.logprob for one in entry.values()) for entry in said)
+        entries = [*(outputs[-1].prompt_logprobs or [])[1:], *(answer.logprobs or [])]
+        return tuple(answer.token_ids), tuple(tuple(one.logprob for one in entry.values()) for entry in entries)
 
     async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
         """Write the changed elements and serve `version` from the next engine step on.
@@ -217,7 +217,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         if len(self.engine_core.core_engines) > 1:
             # No engine writes before the ranks of all have staged. A single engine checks this in its commit.
             await self._done("tidemill_answers")
-        begun = time.monotonic()
+        started = time.monotonic()
         async with self._paused():
             try:
                 reports = await self._done("tidemill_commit", version, self.kv_policy is KvPolicy.RECOMPUTE)
@@ -230,7 +230,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         self.version, self.epoch = version, self.epoch + 1
         slowest = {name: max(report[name] for report in reports) for name in _TIMES}
         if self._together:
-            slowest["pause_ms"] = 1e3 * (time.monotonic() - begun)
+            slowest["pause_ms"] = 1e3 * (time.monotonic() - started)
         return Applied(**slowest, requests_in_flight=sum(report["requests_in_flight"] for report in reports))
 
     @asynccontextmanager
@@ -297,6 +297,6 @@ def require_rounding(activations: str) -> None:
 
 
 def _accepted(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if refused := told(answers, "refused"):
+    if refused := objections(answers, "refused"):
         raise WriteRefusedError("; ".join(refused))
     return answers

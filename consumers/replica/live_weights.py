@@ -230,7 +230,7 @@ class RankWeights:
 
     def commit(self) -> dict[str, Any]:
         """Write the staged elements, all or none. Raises ValueError if nothing is staged."""
-        begun, staged = time.monotonic(), self.staged
+        started, staged = time.monotonic(), self.staged
         self.staged = self.undo = None
         if isinstance(staged, WeightWrite):
             self.live.commit(staged)
@@ -239,7 +239,7 @@ class RankWeights:
             self.live.write_whole(staged)
         else:
             raise ValueError("nothing is staged that could be written")
-        return {"apply_ms": 1e3 * (time.monotonic() - begun)}
+        return {"apply_ms": 1e3 * (time.monotonic() - started)}
 
     def take_back(self) -> dict[str, Any]:
         """Undo the last commit. Raises ValueError if there is none that can be undone."""

@@ -67,9 +67,9 @@ class CoreUpdates:
     def __init__(self, captures: bool) -> None:
         self.captures = captures
         """Whether the ranks store the expert ids of tokens."""
-        self.begun = ""
+        self.work = ""
         """The last work of the ranks, and its start."""
-        self.begun_at = 0.0
+        self.work_started = 0.0
         self.before: str | None = None
         """The version before the last update; None if the update cannot be undone."""
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_KEPT)
@@ -108,7 +108,7 @@ def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: boo
 def _begin(core: EngineCore, work: str, arguments: list[str]) -> dict[str, Any]:
     """Start work (`RankWeights`: stage, load, prove) in a thread of each rank; the engine continues."""
     updates: CoreUpdates = core.tidemill_updates
-    updates.begun, updates.begun_at = work, time.monotonic()
+    updates.work, updates.work_started = work, time.monotonic()
     if work != "prove":
         # The elements of an earlier update are kept: a refusal from here on has nothing to undo.
         updates.before = None
@@ -126,14 +126,14 @@ def _answers(core: EngineCore) -> dict[str, Any] | None:
     if None in answers:
         return None
     refused = _refused(answers)
-    if updates.begun != "prove":
+    if updates.work != "prove":
         staged = {} if refused else {"stage_ms": max(answer["stage_ms"] for answer in answers)}
         return {"refused": refused, **staged}
     return {
         "refused": "",
         "prints": [] if refused else [answer["prints"].tobytes() for answer in answers],
         "damage": refused,
-        "proof_ms": 1e3 * (time.monotonic() - updates.begun_at),
+        "proof_ms": 1e3 * (time.monotonic() - updates.work_started),
     }
 
 
@@ -146,12 +146,12 @@ def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, Any] |
         the slowest rank), pause_ms (how long the engine's loop was stopped), decode_step_ms (the engine's own median
         time between steps over the last seconds), requests_in_flight.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     updates: CoreUpdates = core.tidemill_updates
     staged = _answers(core)
     if staged is None or staged["refused"]:
         return staged
-    whole, before, updates.before = updates.begun == "load", core.get_weight_version(), None
+    whole, before, updates.before = updates.work == "load", core.get_weight_version(), None
     answers = _ranks(core, "tidemill_commit")
     if refused := _refused(answers):
         back = _ranks(core, "tidemill_undo")
@@ -166,8 +166,8 @@ def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, Any] |
     return {
         **staged,
         "apply_ms": max(answer["apply_ms"] for answer in answers),
-        "pause_ms": 1e3 * (ended - begun),
-        "decode_step_ms": updates.step_ms(begun),
+        "pause_ms": 1e3 * (ended - started),
+        "decode_step_ms": updates.step_ms(started),
         "requests_in_flight": sum(core.scheduler.get_request_counts()),
     }
 

@@ -134,7 +134,7 @@ class RankCoverage:
 
     def proof(self, cores: Sequence[Mapping[str, Any]]) -> Proof:
         """Return the proof from the ranks of all cores; each core reports `prints` and `proof_ms`, or `damage`."""
-        damage, found = "; ".join(told(cores, "damage")), {}
+        damage, found = "; ".join(objections(cores, "damage")), {}
         try:
             found = {} if damage else self.add_up([prints for core in cores for prints in core["prints"]])
         except ValueError as error:
@@ -144,7 +144,7 @@ class RankCoverage:
         return Proof(total, tensors, damage, max(core["proof_ms"] for core in cores))
 
 
-def told(cores: Sequence[Mapping[str, Any]], objection: str) -> list[str]:
+def objections(cores: Sequence[Mapping[str, Any]], objection: str) -> list[str]:
     """Return the objections of the engine cores that have one, with the core's number if there are several cores."""
     names = [f"engine {number}, " if len(cores) > 1 else "" for number in range(len(cores))]
     return [name + core[objection] for name, core in zip(names, cores, strict=True) if core[objection]]

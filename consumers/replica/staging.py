@@ -112,7 +112,7 @@ class UpdateStaging:
             TimeoutError, StoreUnavailableError: bytes did not arrive in time.
             StoppedError: the replica is stopping. After every error the mirror is unchanged.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         draft = Draft(mirror)
         anchor, fetch_ms = self._rebuilder.follow(move.path, draft)
         try:
@@ -121,7 +121,7 @@ class UpdateStaging:
             draft.revert()
             raise
         whole = draft.fresh or DENSE * sum(change.indices.size for change in changes) > mirror.n_elements
-        elapsed = 1e3 * (time.monotonic() - begun)
+        elapsed = 1e3 * (time.monotonic() - started)
         changes = () if whole else changes
         return PreparedUpdate(draft, changes, whole, anchor, fetch_ms, max(0.0, elapsed - fetch_ms))
 

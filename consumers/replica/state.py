@@ -195,9 +195,9 @@ class ReplicaState:
         should be left and no path leads away from it.
         """
         serving, notice, manifests = self.serving, self._gate.notice(self.serving), self._graph.manifests
-        told = []
+        notices = []
         if serving is not None and notice and notice != self._notice:
-            told.append((manifests[serving], f"{notice}; no usable anchor leads away from it"))
+            notices.append((manifests[serving], f"{notice}; no usable anchor leads away from it"))
         self._notice = notice
         if self._pool is Pool.ALL:
             passed_over = {version for version in manifests if serving is None or version > serving}
@@ -209,9 +209,9 @@ class ReplicaState:
                 f"version {version} has parent {manifests[version].parent}, {served} is served, and no usable delta or "
                 "anchor leads to it"
             )
-            told.append((manifests[version], self._objection(version) or unreached))
+            notices.append((manifests[version], self._objection(version) or unreached))
         self._answered |= passed_over
-        return told
+        return notices
 
     def proved(self, version: int) -> None:
         """Record that the live tensors were proved to be `version`, which is now served."""

@@ -21,12 +21,12 @@ IncarnationOf = Callable[[int], str]
 """Returns the incarnation of a version."""
 
 
-def said(output: CompletionOutput) -> list[list[int]]:
+def written_spans(output: CompletionOutput) -> list[list[int]]:
     """Return an output's spans in the form of the response: [version, start, end] each."""
     return [[int(span.version), span.start, span.end] for span in output.weight_versions or []]
 
 
-def incarnation_said(spans: list[list[int]], incarnation_of: IncarnationOf) -> str:
+def incarnation_of_spans(spans: list[list[int]], incarnation_of: IncarnationOf) -> str:
     """Return the incarnation of written spans. If they have several, all names joined: a name that no version has."""
     return "+".join(dict.fromkeys(incarnation_of(version) for version, _, _ in spans))
 
@@ -47,9 +47,9 @@ class SpanUpdates:
             spans, ended = output.weight_versions, output.finish_reason is not None
             if spans and (ended or len(spans) != self._known.get(first + output.index)):
                 self._known[first + output.index] = len(spans)
-                self._news[first + output.index] = said(output)
+                self._news[first + output.index] = written_spans(output)
 
-    async def told(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    async def annotated(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
         """Yield server-sent events, with `weight_versions` and incarnation in the choices whose spans have changed."""
         async for event in events:
             if self._news and event.startswith(_EVENT + "{"):
@@ -64,4 +64,4 @@ class SpanUpdates:
             spans = self._news.pop(choice["index"], None)
             if spans is not None:
                 choice["weight_versions"] = spans
-                choice["weight_incarnation"] = incarnation_said(spans, self._incarnation_of)
+                choice["weight_incarnation"] = incarnation_of_spans(spans, self._incarnation_of)

@@ -97,7 +97,7 @@ def escaped(value: str) -> str:
     return value.translate(_ESCAPES)
 
 
-def asked(sink: SinkSettings, sql: str, parameters: Mapping[str, str], **settings: str) -> dict[str, Any]:
+def http_request(sink: SinkSettings, sql: str, parameters: Mapping[str, str], **settings: str) -> dict[str, Any]:
     """Return the httpx arguments of a read-only query over ClickHouse's HTTP protocol, by default in `FORMAT`.
 
     Args:
@@ -166,7 +166,7 @@ def _answer(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryRes
         return _parsed(answer.body, answer.format)
     url = sink.server_url if state is None else state.url
     try:
-        reply = httpx.post(url, **asked(sink, sql, values), timeout=sink.query_seconds + EXTRA_S)
+        reply = httpx.post(url, **http_request(sink, sql, values), timeout=sink.query_seconds + EXTRA_S)
     except httpx.HTTPError as error:
         raise QueryFailed(f"{url} did not answer: {type(error).__name__}: {error}") from error
     if reply.status_code != httpx.codes.OK:

@@ -121,7 +121,7 @@ def dead_letter(
     Args:
         own: topic, partition, offset and timestamp (ms) used for headers that are missing or malformed.
     """
-    headers = {name: (said or b"").decode("utf-8", "replace") for name, said in raw_headers}
+    headers = {name: (content or b"").decode("utf-8", "replace") for name, content in raw_headers}
 
     def number(header: str, otherwise: int, digits: int = 18) -> int:
         # At most as many digits as the column of the number can hold.

@@ -59,8 +59,8 @@ class Source:
             except RetentionGap as gap:
                 self._pass(gap)
                 writer.write([], {(gap.topic, gap.partition): gap.first})
-        self._begun = self._at()
-        deleted = {place: at for place, at in self._begun.items() if at and place not in writer.next_offsets}
+        self._first_ends = self._at()
+        deleted = {place: at for place, at in self._first_ends.items() if at and place not in writer.next_offsets}
         for (topic, partition), first in deleted.items():
             log.warning("%s[%d]: the log begins at offset %d: earlier records are a gap", topic, partition, first)
             writer.enter_gap(RetentionGap(topic, partition, 0, first))
@@ -80,7 +80,7 @@ class Source:
 
     def next_offsets(self) -> dict[Partition, int]:
         """Return the next offset of every partition of the catalogue from which something was read or skipped."""
-        return {place: offset for place, offset in self._at().items() if offset != self._begun[place]}
+        return {place: offset for place, offset in self._at().items() if offset != self._first_ends[place]}
 
     def moved(self, known: Mapping[Partition, int]) -> bool:
         """Whether offsets were read or skipped, such as the end of a transaction, that `known` does not include."""

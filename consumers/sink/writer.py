@@ -250,7 +250,7 @@ class Writer:
             "SELECT name, engine_full FROM system.tables WHERE database = {database:String}",
             parameters={"database": database},
         ).result_rows
-        said = {name: set(full.partition("SETTINGS ")[2].split(", ")) for name, full in listed}
+        declared = {name: set(full.partition("SETTINGS ")[2].split(", ")) for name, full in listed}
         for table in tables().values():
-            if not said[table.name].issuperset(table_settings(merges)):
+            if not declared[table.name].issuperset(table_settings(merges)):
                 command(f"ALTER TABLE `{database}`.`{table.name}` MODIFY SETTING {', '.join(table_settings(merges))}")

@@ -64,7 +64,7 @@ class TokenTexts:
 
     def ways(self, text: str) -> list[list[int]]:
         """Return the tokenisations of a text within a longer one: at the start of a line, and after a space."""
-        found = (self._tokenizer.encode(begun + text, add_special_tokens=False).ids for begun in ("", " "))
+        found = (self._tokenizer.encode(prefix + text, add_special_tokens=False).ids for prefix in ("", " "))
         return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in found if ids)]
 
     def role_at(self, ids: Sequence[int], place: int) -> str:
@@ -112,7 +112,7 @@ class MessageTokens:
     end: int
 
 
-def said_tokens(
+def message_tokens(
     ids: Sequence[int], mask: Sequence[int], lengths: Sequence[int], tokens: TokenTexts | None
 ) -> list[MessageTokens]:
     """Return the messages of a rollout in their order.
@@ -126,13 +126,13 @@ def said_tokens(
     ends = [min(end, len(ids), len(mask)) for end in accumulate(lengths, initial=0)]
     found = list[MessageTokens]()
     for segment, (start, end) in enumerate(pairwise(ends)):
-        begun = list(_begun(start, end, ids, mask, tokens))
-        places = [place for place, _role in begun] + [end]
-        found += [MessageTokens(segment, role, place, places[n + 1]) for n, (place, role) in enumerate(begun)]
+        starts = list(_message_starts(start, end, ids, mask, tokens))
+        places = [place for place, _role in starts] + [end]
+        found += [MessageTokens(segment, role, place, places[n + 1]) for n, (place, role) in enumerate(starts)]
     return found
 
 
-def _begun(
+def _message_starts(
     start: int, end: int, ids: Sequence[int], mask: Sequence[int], tokens: TokenTexts | None
 ) -> Iterator[tuple[int, str]]:
     """Yield the start of each message of a segment, and its role."""
@@ -170,7 +170,7 @@ TextPart = tuple[bool, list[tuple[Paint, str]]]
 """A part of a message: whether it is a tool call, and the text of each of its runs of equally painted tokens."""
 
 
-def said_texts(texts: Sequence[str], paints: Sequence[Paint], calls: bool) -> list[TextPart]:
+def message_parts(texts: Sequence[str], paints: Sequence[Paint], calls: bool) -> list[TextPart]:
     """Split a message into parts: token texts, each with its paint; `calls`: it may contain tool calls."""
     within, place, whole = list[bool](), 0, "".join(texts)
     # The grammar of the first model family whose marker is in the text.

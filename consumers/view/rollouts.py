@@ -181,10 +181,12 @@ def _messages(
         painted = [("", "")] * len(window), []
     paints, legend = painted
     messages = []
-    for said in talk.said_tokens(ids, mask, lengths, known):
-        if said.end <= begin or said.start >= end:
+    for tokens in talk.message_tokens(ids, mask, lengths, known):
+        if tokens.end <= begin or tokens.start >= end:
             continue
-        part = slice(max(said.start, begin) - begin, min(said.end, end) - begin)
-        texts_of = talk.said_texts(texts[part], paints[part], said.role == talk.ASSISTANT)
-        messages.append({"said": said, "continues": said.start < begin, "goes_on": said.end > end, "texts": texts_of})
+        part = slice(max(tokens.start, begin) - begin, min(tokens.end, end) - begin)
+        texts_of = talk.message_parts(texts[part], paints[part], tokens.role == talk.ASSISTANT)
+        messages.append(
+            {"tokens": tokens, "continues": tokens.start < begin, "goes_on": tokens.end > end, "texts": texts_of}
+        )
     return {"messages": messages, "legend": legend, "segments": len(lengths)}

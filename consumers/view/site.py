@@ -138,7 +138,7 @@ class Site:
             here=f"/{'panel' if whole else 'rows'}/{panel.name}",
             own={key: value for key, value in values.items() if key != "from"},
         )  # fmt: skip
-        answer.headers["Age"] = str(round(time.monotonic() - result.asked))
+        answer.headers["Age"] = str(round(time.monotonic() - result.asked_at))
         return answer
 
 

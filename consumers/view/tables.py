@@ -14,7 +14,7 @@ import httpx
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import check, refused_functions
-from tidemill.consumers.sink.query import FORMAT, QueryFailed, asked, read_state
+from tidemill.consumers.sink.query import FORMAT, QueryFailed, http_request, read_state
 from tidemill.consumers.view.config import ViewSettings
 
 EXTRA_S = 2.0
@@ -45,7 +45,7 @@ class TableRows:
     cut: bool = False
     """Whether the engine had more rows than these."""
     seconds: float = 0.0
-    asked: float = field(default_factory=time.monotonic)
+    asked_at: float = field(default_factory=time.monotonic)
     """Time of the query, on the monotonic clock."""
 
     def named(self) -> list[dict[str, Any]]:
@@ -189,7 +189,7 @@ class Tables:
         }
         began = time.monotonic()
         try:
-            reply = await self._client.post(url, **asked(sink, sql, parameters or {}, **bounds))
+            reply = await self._client.post(url, **http_request(sink, sql, parameters or {}, **bounds))
         except httpx.HTTPError as error:
             raise QueryFailed(
                 f"ClickHouse at {url} does not answer ({type(error).__name__}); is it running?"

@@ -94,10 +94,10 @@ class Builder:
                 path = graph.require_path(version, anchor_exists)
             except Unreachable as error:
                 raise Unreachable("; ".join([str(error), *reasons])) from error
-            mirror, begun = Mirror(), list[PathStep]()
+            mirror, steps = Mirror(), list[PathStep]()
 
-            def begin(step: PathStep, begun: list[PathStep] = begun) -> None:
-                begun.append(step)
+            def begin(step: PathStep, steps: list[PathStep] = steps) -> None:
+                steps.append(step)
                 self._progress(f"{'version' if isinstance(step, Delta) else 'anchor'} {step.version}")
 
             try:
@@ -105,7 +105,7 @@ class Builder:
                 assert anchor is not None
                 return mirror, path, anchor
             except UnusableWeights as error:
-                step = begun[-1]
+                step = steps[-1]
                 graph.refuse(step)
                 name = f"anchor of version {step.version}"
                 if isinstance(step, Delta):

@@ -80,7 +80,7 @@ def fork_source(kafka: KafkaSettings, run: RunSettings, graph: VersionGraph, poi
     manifest = found.manifests.get(point.version)
     if manifest is None:
         raise VersionError(f"branch {point.branch} of run {run.run_id} has no version {point.version}")
-    oldest = min(graph.manifests.values(), key=lambda begun: begun.version, default=None)
+    oldest = min(graph.manifests.values(), key=lambda manifest: manifest.version, default=None)
     if oldest is None:
         return found
     if (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):

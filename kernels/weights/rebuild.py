@@ -98,9 +98,9 @@ class Decoder:
 def _timed(source: Iterator[bytes], waited: list[float]) -> Iterator[bytes]:
     """Yield the pieces of a shard; add the wait for each to `waited[0]`, in seconds."""
     while True:
-        begun = time.monotonic()
+        started = time.monotonic()
         piece = next(source, None)
-        waited[0] += time.monotonic() - begun
+        waited[0] += time.monotonic() - started
         if piece is None:
             return
         yield piece

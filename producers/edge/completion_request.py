@@ -50,9 +50,9 @@ class Refusal(Exception):
     def by_replica(cls, error: RequestRefused) -> Refusal:
         """Return a replica's refusal, with its own message if it has the form of OpenAI's errors."""
         try:
-            said = json.loads(error.said)["error"]
-            kind = str(said.get("type") or "invalid_request_error")
-            return cls(error.status, str(said["message"]), kind, said.get("param"))
+            detail = json.loads(error.detail)["error"]
+            kind = str(detail.get("type") or "invalid_request_error")
+            return cls(error.status, str(detail["message"]), kind, detail.get("param"))
         except (ValueError, KeyError, TypeError, AttributeError):
             return cls(error.status, "the replica refused the request", "invalid_request_error")
 
@@ -122,28 +122,28 @@ def parse(kind: RequestKind, body: bytes) -> CompletionRequest:
     if kind is RequestKind.CHAT:
         needed, known = "messages", known | CHAT_FIELDS
     try:
-        asked = json_object(body)
-        if asked.get(needed) is None:
+        request = json_object(body)
+        if request.get(needed) is None:
             raise Refusal.bad(f"`{needed}` is missing")
-        for name, value in asked.items():
+        for name, value in request.items():
             if name in ONLY_ONE:
                 if value is not None and value != ONLY_ONE[name]:
                     raise Refusal.bad(f"`{name}` is only taken as {json.dumps(ONLY_ONE[name])}")
             elif name not in known:
                 raise Refusal.bad(f"`{name[:64]}` is not a field of this endpoint", name[:64])
-        chat = chat_request(asked, formats=True) if kind is RequestKind.CHAT else None
+        chat = chat_request(request, formats=True) if kind is RequestKind.CHAT else None
     except BadMessage as error:
         raise Refusal.bad(str(error)) from error
-    stream, token_ids = _flag(asked, "stream"), _flag(asked, "return_token_ids")
-    fields = {name: value for name, value in asked.items() if name in FORWARDED[kind] and value is not None}
+    stream, token_ids = _flag(request, "stream"), _flag(request, "return_token_ids")
+    fields = {name: value for name, value in request.items() if name in FORWARDED[kind] and value is not None}
     fields = {"temperature": 1.0, **fields, "logprobs": 0, "return_token_ids": True, "stream": stream}
-    options, metadata = ({} if asked.get(name) is None else asked[name] for name in ("stream_options", "metadata"))
+    options, metadata = ({} if request.get(name) is None else request[name] for name in ("stream_options", "metadata"))
     if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
         raise Refusal.bad("`stream_options` takes only `include_usage`")
     if _flag(options, "include_usage") and stream:
         fields["stream_options"] = {"include_usage": True}
     if chat is None:
-        prompt, logprobs = asked["prompt"], asked.get("logprobs")
+        prompt, logprobs = request["prompt"], request.get("logprobs")
         is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
         if not is_ids and not isinstance(prompt, str):
             raise Refusal.bad("`prompt` is one text or one list of token ids; send several prompts one by one")
@@ -152,12 +152,12 @@ def parse(kind: RequestKind, body: bytes) -> CompletionRequest:
         fields["logprobs"] = logprobs or 0
     if not isinstance(metadata, dict):
         raise Refusal.bad("`metadata` is not an object")
-    user, session = _text(asked, "user"), _text(metadata, "session_id") or ""
+    user, session = _text(request, "user"), _text(metadata, "session_id") or ""
     if len(session) > LONGEST_SESSION:
         raise Refusal.bad(f"`metadata.session_id` is longer than {LONGEST_SESSION} characters", "metadata.session_id")
-    given = {name: asked[name] for name in NEUTRAL if asked.get(name) is not None}
+    given = {name: request[name] for name in NEUTRAL if request.get(name) is not None}
     other = (name for name, value in given.items() if type(value) is bool or value not in NEUTRAL[name])
-    shows_logprobs = asked.get("logprobs") is not None if chat is None else chat.alternatives is not None
+    shows_logprobs = request.get("logprobs") is not None if chat is None else chat.alternatives is not None
     return CompletionRequest(fields, chat, stream, user, session, shows_logprobs, token_ids, tuple(other))
 
 

@@ -333,6 +333,6 @@ def checked(model: type[Model], tree: Any) -> Model:  # noqa: ANN401 - a JSON tr
     except ValidationError as error:
         # Report the errors without the input, which may be large or personal data
         found = error.errors(include_url=False, include_context=False, include_input=False)
-        told = [f"{'.'.join(str(part)[:40] for part in e['loc']) or 'event'}: {e['msg']}" for e in found[:ERRORS_TOLD]]
+        wrong = [f"{'.'.join(str(part)[:40] for part in e['loc']) or 'event'}: {e['msg']}" for e in found[:ERRORS_TOLD]]
         more = [f"and {len(found) - ERRORS_TOLD} more"] if len(found) > ERRORS_TOLD else []
-        raise Problem(422, "; ".join(told + more)) from error
+        raise Problem(422, "; ".join(wrong + more)) from error

@@ -65,8 +65,8 @@ Each event names the answer, by the interaction token that the router returned w
 be sent again."""
 
 
-def _described(said: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": events.ProblemOut, "description": text} for status, text in said.items()}
+def _described(descriptions: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": events.ProblemOut, "description": text} for status, text in descriptions.items()}
 
 
 REFUSALS = _described(

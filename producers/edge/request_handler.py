@@ -99,7 +99,7 @@ class RequestHandler:
     def __init__(self, router: Router, ask: CompletionRequest, consent: bool, send: Send, arrived: float) -> None:
         """Check the request against the settings. Raises Refusal, BadUserId."""
         self._router, self._ask, self._consent, self._send = router, ask, consent, send
-        self.begun = False
+        self.started = False
         """Whether status and headers were sent."""
         self._arrived = self._last_token = arrived
         self._id = uuid.uuid4().hex
@@ -142,7 +142,7 @@ class RequestHandler:
                 refusal = Refusal.unavailable("the answer was interrupted")
             else:
                 refusal = Refusal(504, "no complete answer in time", "timeout_error")
-            if not self.begun:
+            if not self.started:
                 raise refusal from error
             await self._break_off(FAILED)
             if self._ask.stream:
@@ -175,7 +175,7 @@ class RequestHandler:
                 if self._first_token is None:
                     self._first_token = self._last_token
                     self._router.metrics.first_token.labels(self._arm.value).observe(self._last_token - self._arrived)
-            if not self.begun:
+            if not self.started:
                 self._check_length(self._collected.prompt)
             ends = self._collected.finish_reason is not None and not self._settled
             if ends and not await self._settle():
@@ -183,19 +183,19 @@ class RequestHandler:
             if not self._ask.stream and not self._settled:
                 continue
             try:
-                told = shown(document, self._ask) if self._turn is None else self._turn.take(document)
+                part = shown(document, self._ask) if self._turn is None else self._turn.take(document)
             except (TypeError, ValueError, KeyError, AttributeError) as error:
                 # In fields that only this client requested.
                 raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
-            if told is None:
+            if part is None:
                 continue
             if ends and self._token:
-                told["tidemill"] = {"interaction": self._token}
+                part["tidemill"] = {"interaction": self._token}
             if self._ask.stream:
-                await self._send_event(told)
+                await self._send_event(part)
             else:
                 await self._begin("application/json")
-                await self.send(json.dumps(told, ensure_ascii=False))
+                await self.send(json.dumps(part, ensure_ascii=False))
         if not self._settled:
             raise BadResponse("the answer ended without a finish_reason")
         if self._ask.stream:
@@ -220,7 +220,7 @@ class RequestHandler:
             self._router.metrics.unrecorded.labels("served" if serve else "refused").inc()
             if serve:
                 self._token = ""
-            elif self.begun:
+            elif self.started:
                 await self._send_event(Refusal.unavailable("the answer could not be recorded").body())
             else:
                 raise Refusal.unavailable("the answer could not be recorded: try again later") from error
@@ -269,7 +269,7 @@ class RequestHandler:
 
     async def _break_off(self, finish_reason: str) -> None:
         """Record the sent part of an interrupted answer."""
-        if not self.begun or self._settled:
+        if not self.started or self._settled:
             return
         self._settled = True
         self._collected.finish_reason = None
@@ -301,8 +301,8 @@ class RequestHandler:
         await self.send(f"data: {json.dumps(document, ensure_ascii=False)}\n\n")
 
     async def _begin(self, content_type: str) -> None:
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             self._router.metrics.responses.labels("200").inc()
             headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-store")]
             if self._token:

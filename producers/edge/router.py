@@ -56,7 +56,7 @@ class RouterMetrics(CollectorRegistry):
         named: dict[str, Any] = {"namespace": "tidemill_router", "registry": self}
         timed = {**named, "buckets": (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)}
         kinds = ["arm", "finish_reason"]
-        self.responses = Counter("responses", "Responses begun, by status.", ["status"], **named)
+        self.responses = Counter("responses", "Responses started, by status.", ["status"], **named)
         self.interactions = Counter("interactions", "Interactions that the log acknowledged.", kinds, **named)
         self.unrecorded = Counter(
             "unrecorded", "Answers that the log did not acknowledge, by result.", ["end"], **named
@@ -93,8 +93,8 @@ class Router:
 
     def build(self) -> Starlette:
         answers = [Route(kind.value, self, methods=["POST"]) for kind in RequestKind]
-        told = [("/v1/models", self._models), ("/healthz", self._health), ("/metrics", self._metrics)]
-        return Starlette(routes=[*answers, *(Route(path, endpoint) for path, endpoint in told)])
+        others = [("/v1/models", self._models), ("/healthz", self._health), ("/metrics", self._metrics)]
+        return Starlette(routes=[*answers, *(Route(path, endpoint) for path, endpoint in others)])
 
     def observe(self, decisions: Iterable[ConsumedRecord]) -> None:
         """Process the gate's decisions, in log order."""
@@ -128,7 +128,7 @@ class Router:
                 with self.metrics.in_flight.track_inprogress():
                     exchange = await self._admit(request, send)
                     await self._run(exchange, receive)
-            if exchange.begun:
+            if exchange.started:
                 await exchange.send("", more=False)
         except Refusal as refusal:
             self.metrics.responses.labels(str(refusal.status)).inc()
@@ -143,8 +143,8 @@ class Router:
 
     async def _admit(self, request: Request, send: Send) -> RequestHandler:
         arrived, settings = time.monotonic(), self.settings
-        said = request.headers.get(CONSENT_HEADER)
-        if said is not None and said not in _CONSENT:
+        answer = request.headers.get(CONSENT_HEADER)
+        if answer is not None and answer not in _CONSENT:
             raise Refusal.bad(f"the header {CONSENT_HEADER} is neither yes nor no", CONSENT_HEADER)
         body, most = bytearray(), settings.max_body_bytes
         async for piece in request.stream():
@@ -152,7 +152,7 @@ class Router:
             if len(body) > most:
                 raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
         ask = parse(RequestKind(request.scope["path"]), bytes(body))
-        consent = settings.consent_default if said is None else _CONSENT[said]
+        consent = settings.consent_default if answer is None else _CONSENT[answer]
         try:
             exchange = RequestHandler(self, ask, consent, send, arrived)
         except BadUserId as error:
@@ -191,8 +191,8 @@ class Router:
 
     async def _health(self, _request: Request) -> Response:
         canary, failing = self.canary, self.recorder.failing
-        said = {"log": "failing" if failing else "ok", "canary": {"version": canary.version, "share": canary.share}}
-        return JSONResponse(said, 503 if failing else 200)
+        body = {"log": "failing" if failing else "ok", "canary": {"version": canary.version, "share": canary.share}}
+        return JSONResponse(body, 503 if failing else 200)
 
     async def _metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self.metrics), media_type="text/plain; version=0.0.4")

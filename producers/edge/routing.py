@@ -54,8 +54,8 @@ class CanaryShare:
         self.share, self.version = (0.0, None) if trial is None else (trial.share, trial.version)
         if decision.verdict is GateVerdict.CANARY and canary_share(decision) is None:
             wanted = f"a version and numbers[{CANARY_SHARE!r}] from 0 to 1"
-            said = decision.numbers.get(CANARY_SHARE, math.nan)
-            return f"a canary needs {wanted}, not {decision.version} and {said:g}"
+            share = decision.numbers.get(CANARY_SHARE, math.nan)
+            return f"a canary needs {wanted}, not {decision.version} and {share:g}"
         return objection
 
     def assign(self, unit: str, salt: str) -> tuple[Arm, float]:

@@ -45,17 +45,17 @@ class ScriptedPolicy(base.Policy):
     async def chat(
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> base.Reply:
-        told, shown = checked_messages(messages), checked_tools(tools)
+        conversation, offered = checked_messages(messages), checked_tools(tools)
         if len(self.requests) >= self._most:
             raise base.GenerationFailed(f"more than {self._most} calls of the policy (max_turns)")
         text = self._texts[min(len(self.requests), len(self._texts) - 1)]
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if self._arguments is not None and shown:
-            function = {"name": shown[0]["function"]["name"], "arguments": self._arguments}
+        if self._arguments is not None and offered:
+            function = {"name": offered[0]["function"]["name"], "arguments": self._arguments}
             number = f"call{len(self.requests):05d}"
             message = {**message, "tool_calls": [{"id": number, "type": "function", "function": function}]}
-        self.requests.append((told, tuple(shown)))
-        self.conversation = [*told, message]
+        self.requests.append((conversation, tuple(offered)))
+        self.conversation = [*conversation, message]
         return base.Reply(message, "tool_calls" if "tool_calls" in message else "stop")
 
 
@@ -125,26 +125,26 @@ async def check_environment(
     yield ContractCheck("episodes are deterministic", alone == once_more, same)
     beside = await asyncio.gather(*map(outcome, tasks))
     equal = list(beside[:4]) == alone
-    said = f"{len(beside)} at once, as alone" if equal else "they are not as alone"
-    yield ContractCheck("episodes side by side", equal, said)
+    detail = f"{len(beside)} at once, as alone" if equal else "they are not as alone"
+    yield ContractCheck("episodes side by side", equal, detail)
     openings = []
     for _, conversation in beside:
         turn = next((place for place, each in enumerate(conversation) if each["role"] == "assistant"), 0)
         openings.append(tuple(map(identity, conversation[:turn])))
     both = _on_both_sides(zip(openings, (base.split_of(draft.asks) for draft in drafts), strict=True))
-    said = f"{len(set(openings))} different ones of {len(beside)}, {both} of them in both splits"
-    yield ContractCheck("no prompt in both splits", both == 0 and () not in openings, said)
+    detail = f"{len(set(openings))} different ones of {len(beside)}, {both} of them in both splits"
+    yield ContractCheck("no prompt in both splits", both == 0 and () not in openings, detail)
 
     for fault, (text, arguments) in HOSTILE.items():
         policy = ScriptedPolicy([text], tasks[0].max_turns, arguments)
         ended, _ = await outcome(tasks[0], policy)
-        said = f"reward {ended.total:g}" if isinstance(ended, base.Score) else ended
-        failed = said.startswith(("GenerationFailed", "ContextFull"))
+        detail = f"reward {ended.total:g}" if isinstance(ended, base.Score) else ended
+        failed = detail.startswith(("GenerationFailed", "ContextFull"))
         expected = not ended.success if isinstance(ended, base.Score) else failed
-        said += f" after {len(policy.requests)} calls"
+        detail += f" after {len(policy.requests)} calls"
         if isinstance(ended, base.Score) and ended.success:
-            said += "; such a turn must not be a success"
-        yield ContractCheck(fault, expected, said)
+            detail += "; such a turn must not be a success"
+        yield ContractCheck(fault, expected, detail)
     yield await _cancelled(environment, tasks[0], limit_s)
 
 
@@ -159,14 +159,14 @@ def _on_both_sides(sides: Iterable[tuple[object, base.Split]]) -> int:
 async def _cancelled(environment: base.Environment, task: Task, limit_s: float) -> ContractCheck:
     class Silent(ScriptedPolicy):
         async def chat(self, *_arguments: Any, **_options: Any) -> base.Reply:  # noqa: ANN401 - never answers
-            asked.set()
+            called.set()
             await asyncio.Event().wait()
             raise AssertionError("unreachable")
 
-    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+    called, loop = asyncio.Event(), asyncio.get_running_loop()
     playing = asyncio.create_task(environment.play(task, Silent([""], 1)))
-    begun = asyncio.create_task(asked.wait())
-    await asyncio.wait({playing, begun}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    first_call = asyncio.create_task(called.wait())
+    await asyncio.wait({playing, first_call}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     began = loop.time()
     playing.cancel()
     done, _ = await asyncio.wait({playing}, timeout=limit_s)

@@ -137,9 +137,9 @@ class OpenEnvSession:
         except (ValueError, RecursionError) as error:
             raise base.EnvironmentFailed(f"{self._url}: its answer to {kind} is no JSON: {error}") from error
         match answer:
-            case {"type": "observation", "data": told}:
+            case {"type": "observation", "data": fields}:
                 try:
-                    step = OpenEnvStep.model_validate(told)
+                    step = OpenEnvStep.model_validate(fields)
                 except ValidationError as error:
                     wrong = base.faults(error, "data")
                     raise base.EnvironmentFailed(f"{self._url}: its answer is no observation: {wrong}") from error
@@ -229,15 +229,15 @@ class OpenEnvEnvironment(base.Environment):
             for call in reply.message.get("tool_calls") or ():
                 name, arguments = call["function"]["name"], json_object(call["function"]["arguments"])
                 if name not in names:
-                    said = f"error: there is no tool {name[:64]!r}; there are {', '.join(names)}"
+                    result = f"error: there is no tool {name[:64]!r}; there are {', '.join(names)}"
                 elif arguments is None:
-                    said = "error: the arguments are no JSON object"
+                    result = "error: the arguments are no JSON object"
                 elif session.done:
-                    said = "error: the episode is over"
+                    result = "error: the episode is over"
                 else:
                     called = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-                    said = said_by_tool(await session.ask("step", {**further, **called}))
-                messages.append({"role": "tool", "content": said, "tool_call_id": call["id"]})
+                    result = tool_result(await session.ask("step", {**further, **called}))
+                messages.append({"role": "tool", "content": result, "tool_call_id": call["id"]})
             return messages + unreadable(reply)
         if turn == "tools" and not self._field:
             session.done = True
@@ -305,12 +305,12 @@ class OpenEnvEnvironment(base.Environment):
         url, limit_s = self._url, self.options.timeout_s
         try:
             async with asyncio.timeout(limit_s), aiohttp.ClientSession(raise_for_status=True, timeout=NO_LIMIT) as http:
-                told = await (await http.get(f"{url}/schema")).json()
+                declared = await (await http.get(f"{url}/schema")).json()
         except TimeoutError as error:
             raise base.EnvironmentFailed(f"{url}/schema: no answer within {limit_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise base.EnvironmentFailed(f"{url}/schema: {type(error).__name__}: {error}") from error
-        match told:
+        match declared:
             case {"action": {"properties": dict() as fields, **more}}:
                 required: Any = more.get("required") or ()
                 described = {name: fields[name] for name in required if isinstance(fields.get(name), dict)}
@@ -345,20 +345,20 @@ class OpenEnv(find.EnvironmentAdapter):
 
 async def listed_tools(session: OpenEnvSession) -> Tools:
     """Request the tools of an episode. Raises EnvironmentFailed."""
-    told = (await session.ask("step", {"type": "list_tools"}, counted=False)).observation
+    observation = (await session.ask("step", {"type": "list_tools"}, counted=False)).observation
     try:
         functions = [
             {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
-            for tool in told["tools"]
+            for tool in observation["tools"]
         ]
         return checked_tools([{"type": "function", "function": function} for function in functions])
     except (LookupError, TypeError, AttributeError, BadMessage) as error:
         raise base.EnvironmentFailed(
-            f"the server's tools cannot be offered: {error!r}: {json.dumps(told)[:200]}"
+            f"the server's tools cannot be offered: {error!r}: {json.dumps(observation)[:200]}"
         ) from error
 
 
-def said_by_tool(step: OpenEnvStep) -> str:
+def tool_result(step: OpenEnvStep) -> str:
     """Return the answer of a tool: the texts of its result, or the result as JSON."""
     match step.observation:
         case {"error": {"message": str(text)}}:

@@ -132,8 +132,8 @@ class EpisodeProcess:
         if self.over:
             raise ProcessLost(f"environment {self._name}: {self.over}")
         number = next(self._numbers)
-        asked = [kind, number, asdict(task), [dict(message) for message in messages], endpoint]
-        self._writer.write(encode(asked, f"environment {self._name}: the task"))
+        frame = [kind, number, asdict(task), [dict(message) for message in messages], endpoint]
+        self._writer.write(encode(frame, f"environment {self._name}: the task"))
         call = self._calls[number] = HostedCall(policy, asyncio.get_running_loop().create_future())
         try:
             found = await call.answer
@@ -175,10 +175,10 @@ class EpisodeProcess:
             self._writer.transport.abort()
             ending = await asyncio.to_thread(self._spawned.ending)
             guilty = self._guilty if self._guilty is not None else 0 if fault else self._spawned.marks.episode
-            said = f"environment {self._name}: {fault or ending}"
+            reason = f"environment {self._name}: {fault or ending}"
             for number, call in self._calls.items():
                 if not call.answer.done():
-                    text = f"environment {self._name} {hung}" if hung and not fault else said
+                    text = f"environment {self._name} {hung}" if hung and not fault else reason
                     error_of = base.EnvironmentHung if number == guilty else ProcessLost
                     call.answer.set_exception(error_of(text))
 
@@ -213,8 +213,8 @@ class EpisodeProcess:
         try:
             if call.policy is None:
                 raise base.GenerationFailed("an earlier conversation is scored without the policy")
-            said = await call.policy.chat(messages, tools=tools_of(tools), max_tokens=most, trained=trained)
-            answer = ["reply", request, said.message, said.finish, said.malformed, said.tokens]
+            reply = await call.policy.chat(messages, tools=tools_of(tools), max_tokens=most, trained=trained)
+            answer = ["reply", request, reply.message, reply.finish, reply.malformed, reply.tokens]
             line = encode(answer, "a reply of the policy", base.GenerationFailed)
         except Exception as error:  # noqa: BLE001 - what the environment cannot be told of ends the call
             kind, text, _trace = failure(error)

@@ -52,9 +52,9 @@ class Program(base.Environment):
         if not isinstance(policy, base.AttemptPolicy):
             raise base.EnvironmentFailed("an agent program needs the endpoint of a rollout worker")
         messages, tools = await self._first_request(task)
-        told = json.dumps({"messages": messages, "tools": tools, "task_id": task.task_id})
+        document = json.dumps({"messages": messages, "tools": tools, "task_id": task.task_id})
         posted = asyncio.create_task(policy.has_result.wait())
-        ended = asyncio.create_task(_run(self._command, policy.endpoint, told))
+        ended = asyncio.create_task(_run(self._command, policy.endpoint, document))
         both: set[asyncio.Future[Any]] = {posted, ended}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -68,8 +68,8 @@ class Program(base.Environment):
         if policy.posted is not None:
             return policy.posted
         if code:
-            said = stderr.strip()[-SHOWN:] or "it wrote nothing to stderr"
-            raise base.EnvironmentFailed(f"the agent program ended with status {code}: {said}")
+            errors = stderr.strip()[-SHOWN:] or "it wrote nothing to stderr"
+            raise base.EnvironmentFailed(f"the agent program ended with status {code}: {errors}")
         if not policy.conversation:
             raise base.EnvironmentFailed("the agent program ended and had never called the policy")
         score = await self._inner.rescore(task, policy.conversation)
@@ -95,12 +95,12 @@ class Program(base.Environment):
         """Return the messages and tools of the first request of the inner environment's conversation."""
         noting = _FirstRequest()
         playing = asyncio.create_task(self._inner.play(task, noting))
-        both: set[asyncio.Future[Any]] = {playing, noting.asked}
+        both: set[asyncio.Future[Any]] = {playing, noting.first_call}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if noting.asked.done():
+            if noting.first_call.done():
                 await asyncio.wait({playing}, timeout=GRACE_S)
-                return noting.asked.result()
+                return noting.first_call.result()
             playing.result()
         finally:
             playing.cancel()
@@ -112,16 +112,18 @@ class _FirstRequest:
     """A policy that stores the first request, and answers none."""
 
     def __init__(self) -> None:
-        self.asked: asyncio.Future[tuple[list[Message], Sequence[Tool]]] = asyncio.get_running_loop().create_future()
+        self.first_call: asyncio.Future[tuple[list[Message], Sequence[Tool]]] = (
+            asyncio.get_running_loop().create_future()
+        )
 
     async def chat(
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> base.Reply:
-        told = checked_messages(messages), checked_tools(tools)
+        call = checked_messages(messages), checked_tools(tools)
         if not trained:
             raise base.EnvironmentFailed("it begins with a simulated user, whom an agent program cannot talk to")
-        if not self.asked.done():
-            self.asked.set_result(told)
+        if not self.first_call.done():
+            self.first_call.set_result(call)
         raise base.GenerationFailed("an agent program plays this task")
 
     @property
@@ -129,14 +131,14 @@ class _FirstRequest:
         raise base.EnvironmentFailed("it runs its own program, which no other program can replace")
 
 
-async def _run(command: Sequence[str], model: base.Endpoint, told: str) -> tuple[int, str]:
+async def _run(command: Sequence[str], model: base.Endpoint, document: str) -> tuple[int, str]:
     """Run a program to its end; return its exit code, negative for a signal, and the end of its stderr.
 
     If this is cancelled, the program and all processes that it started are killed first.
     """
     variables = {**child_variables(os.environ), "OPENAI_BASE_URL": model.base_url, "OPENAI_API_KEY": model.api_key}
     with tempfile.TemporaryFile() as task:
-        task.write(told.encode())
+        task.write(document.encode())
         task.seek(0)
         keeper = await asyncio.create_subprocess_exec(
             *keeper_command("program", task.fileno(), *command),

@@ -114,8 +114,8 @@ class ReasoningGymEnvironment(base.Environment):
     async def play(self, task: Task, policy: base.Policy) -> base.Score:
         """Ask the question and grade the reply."""
         item = parse_item(task.payload)
-        said = _ASK[self.options.answer] if self.options.prompt is None else self.options.prompt
-        question = f"{item.question}\n\n{said}" if said else item.question
+        instruction = _ASK[self.options.answer] if self.options.prompt is None else self.options.prompt
+        question = f"{item.question}\n\n{instruction}" if instruction else item.question
         reply = await policy.chat([{"role": "user", "content": question}])
         return self._graded(item, reply.content)
 
@@ -147,8 +147,8 @@ class ReasoningGymEnvironment(base.Environment):
         try:
             return create_dataset(self._task, seed=seed, size=ITEMS, **self._settings)
         except Exception as error:  # the checks of the library's options raise errors of any type
-            said = str(error) or repr(error)
-            raise base.TaskError(f"reasoning_gym:{self._task}: {said}") from error
+            reason = str(error) or repr(error)
+            raise base.TaskError(f"reasoning_gym:{self._task}: {reason}") from error
 
 
 class ReasoningGym(find.EnvironmentAdapter):

@@ -109,13 +109,13 @@ class HostedEpisode(base.Policy):
     async def chat(
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> base.Reply:
-        told, shown = checked_messages(messages), checked_tools(tools)
+        conversation, offered = checked_messages(messages), checked_tools(tools)
         if self.over or self.fault:
             raise base.GenerationFailed("the episode is over" if self.over else self.fault)
         server, request = self._server, next(self._server.requests)
         try:
-            asked = ["chat", self._number, request, told, json.dumps(shown), max_tokens, trained]
-            server.writer.write(encode(asked, "a call of the policy", base.GenerationFailed))
+            frame = ["chat", self._number, request, conversation, json.dumps(offered), max_tokens, trained]
+            server.writer.write(encode(frame, "a call of the policy", base.GenerationFailed))
         except base.GenerationFailed as error:
             self.fault = str(error)
             raise

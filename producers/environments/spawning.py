@@ -167,16 +167,16 @@ class SpawnedProcess:
             return self._ending
         self.kill()
         try:
-            said = self._keeper.communicate(timeout=KILL_S)[0]
+            output = self._keeper.communicate(timeout=KILL_S)[0]
         except subprocess.TimeoutExpired:
             LOG.error("the process of an environment cannot be killed: look at process %d", self._keeper.pid)
             return "its process cannot be killed"
         try:
-            words = json.loads(said)
-            code, written = words["code"], words["stderr"].strip()[-SHOWN:]
+            report = json.loads(output)
+            code, written = report["code"], report["stderr"].strip()[-SHOWN:]
         except (ValueError, KeyError, TypeError):
             how = f"the keeper of its process ended with code {self._keeper.returncode}"
-            written = said.decode(errors="replace")[-SHOWN:]
+            written = output.decode(errors="replace")[-SHOWN:]
         else:
             if code == OUT_OF_MEMORY:
                 how = f"its process used up its memory ({self._memory_mb} MiB)"

@@ -72,7 +72,7 @@ class TextGame:
         with self._alone():
             self._game = made_game(name, settings)
             self._game.reset(num_players=1, seed=seed)
-            self.opening = self._said()
+            self.opening = self._new_text()
             """The first message to the player."""
         if kind_of(self._game.entry_point) in UNSEEN:
             self.opening += f"\n\nThis is game {seed}."
@@ -82,7 +82,7 @@ class TextGame:
         try:
             with self._alone():
                 self.over, _ = self._game.step(text)
-                return "" if self.over else self._said()
+                return "" if self.over else self._new_text()
         except Exception:  # noqa: BLE001 - a game raises any error on a text that it cannot read
             self.over = self.raised = True
             return ""
@@ -106,7 +106,7 @@ class TextGame:
         numbers = {name: float(value) for name, value in metrics.items()}
         return base.Score((RewardComponent("outcome", reward, 1.0),), won, numbers)
 
-    def _said(self) -> str:
+    def _new_text(self) -> str:
         """Return the messages that the player has not read yet, without repetitions of the player's own moves."""
         _, messages = self._game.get_observation()
         return "\n\n".join(text.strip() for sender, text, _ in messages if sender == -1)
@@ -127,7 +127,7 @@ class TextArenaEnvironment(base.Environment):
         self.version = f"textarena-{version('textarena')}"  # type: ignore[misc]  # of the instance
         own = type(options).model_fields.keys() - TextArenaOptions.model_fields.keys()
         self._settings = {name: getattr(options, name) for name in own}
-        self._begun = lru_cache(KEPT)(partial(TextGame, game, self._settings))
+        self._opened = lru_cache(KEPT)(partial(TextGame, game, self._settings))
         """Games at their opening, by seed: each rollout of a group plays a copy."""
         try:
             made_game(game, self._settings)
@@ -155,10 +155,10 @@ class TextArenaEnvironment(base.Environment):
         messages: list[Message] = [{"role": "user", "content": game.opening}]
         for _ in range(task.max_turns):
             reply = await policy.chat(messages)
-            said = game.move(reply.content)
+            answer = game.move(reply.content)
             if game.over:
                 break
-            messages += [reply.message, {"role": "user", "content": said}]
+            messages += [reply.message, {"role": "user", "content": answer}]
         game.stop()
         return game.score()
 
@@ -172,7 +172,7 @@ class TextArenaEnvironment(base.Environment):
         return game.score()
 
     def _begin(self, task: Task) -> TextGame:
-        return copy.deepcopy(self._begun(base.read_payload(TextArenaTask, task.payload, "game of TextArena").seed))
+        return copy.deepcopy(self._opened(base.read_payload(TextArenaTask, task.payload, "game of TextArena").seed))
 
 
 class TextArena(find.EnvironmentAdapter):

@@ -38,10 +38,10 @@ class ToolBox:
         messages: list[Message] = []
         failed = len(reply.malformed)
         for call in reply.message.get("tool_calls") or ():
-            name, said, fault = call["function"]["name"], "", ""
+            name, result, fault = call["function"]["name"], "", ""
             try:
                 if name in self._functions:
-                    said = str(self._functions[name](**_ARGUMENTS.validate_json(call["function"]["arguments"])))
+                    result = str(self._functions[name](**_ARGUMENTS.validate_json(call["function"]["arguments"])))
                 else:
                     fault = f"there is no tool {name[:64]!r}; there are {', '.join(self._functions)}"
             except ValidationError as error:
@@ -49,15 +49,15 @@ class ToolBox:
             except Exception as error:  # noqa: BLE001 - any error of a tool is an answer to the model
                 fault = f"{type(error).__name__}: {error}"
             failed += bool(fault)
-            content = f"error: {fault}" if fault else said
+            content = f"error: {fault}" if fault else result
             messages.append({"role": "tool", "content": content, "tool_call_id": call["id"]})
         return messages + unreadable(reply), failed
 
 
 def unreadable(reply: Reply) -> list[Message]:
     """Return the messages that answer the calls in a turn that cannot be parsed."""
-    said = "error: this is no tool call that can be read: "
-    return [{"role": "user", "content": said + text[:200]} for text in reply.malformed]
+    fault = "error: this is no tool call that can be read: "
+    return [{"role": "user", "content": fault + text[:200]} for text in reply.malformed]
 
 
 def json_object(text: str) -> dict[str, Any] | None:

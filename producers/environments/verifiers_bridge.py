@@ -112,13 +112,13 @@ class VerifiersTaskset(base.Environment):
         playing = _RunningEpisode(policy, loop.create_future())
         traces: list[str] = []
 
-        def begun(trace: vf.Trace) -> None:
+        def register(trace: vf.Trace) -> None:
             traces.append(trace.id)
             self._client.playing[trace.id] = (playing, trace)
 
         # With a client of this type, verifiers answers streamed requests whole.
         context = vf.ModelContext(MODEL, vf.TrainClientConfig(base_url=NO_URL, api_key_var="NONE"))
-        running = asyncio.create_task(self._env.run_episode(given, context, on_trace=begun))
+        running = asyncio.create_task(self._env.run_episode(given, context, on_trace=register))
         both: set[asyncio.Future[Any]] = {running, playing.failed}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -275,9 +275,9 @@ class PolicyClient(vf.Client):  # type: ignore[misc]
                 return await self._others.get_response(dialect, other, sampling, session_id, turn, headers)
             if not isinstance(dialect, ChatDialect):
                 raise base.EnvironmentFailed("an agent spoke another protocol than OpenAI's chat completions")
-            asked = chat_request(body)
+            request = chat_request(body)
             reply = await playing.policy.chat(
-                asked.messages, tools=asked.tools, max_tokens=asked.max_tokens, trained=trained
+                request.messages, tools=request.tools, max_tokens=request.max_tokens, trained=trained
             )
         except base.ContextFull as error:
             playing.full = str(error)
@@ -342,17 +342,17 @@ class LoopHarness(vf.Harness[LoopConfig]):  # type: ignore[misc]
         async with AsyncExitStack() as stack:
             tools, known, connections = await connect_mcp({"mcpServers": servers}, stack)
             hidden = self.config.disabled_tools or ()
-            asked = {"model": ctx.model, "tools": [each for each in tools if each["function"]["name"] not in hidden]}
+            request = {"model": ctx.model, "tools": [each for each in tools if each["function"]["name"] not in hidden]}
             http = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     headers={"authorization": f"Bearer {secret}"}, timeout=aiohttp.ClientTimeout(total=None)
                 )
             )
             while True:
-                async with http.post(f"{endpoint}/chat/completions", json={**asked, "messages": messages}) as answer:
+                async with http.post(f"{endpoint}/chat/completions", json={**request, "messages": messages}) as answer:
                     if answer.status != 200:
-                        said = await answer.text()
-                        return vf.ProgramResult(0 if CONTEXT_FULL in said else 1, "", said[-500:])
+                        body_text = await answer.text()
+                        return vf.ProgramResult(0 if CONTEXT_FULL in body_text else 1, "", body_text[-500:])
                     message = (await answer.json())["choices"][0]["message"]
                 messages.append(message)
                 if not message.get("tool_calls"):
@@ -372,8 +372,8 @@ def asks(data: vf.TaskData) -> str:
     """Return the full question of a task."""
     if data.prompt is None:
         return str(data.model_dump_json(exclude_defaults=True, exclude={"idx", "id"}))
-    told = data.prompt if isinstance(data.prompt, str) else [message_to_wire(message) for message in data.prompt]
-    return json.dumps([data.system_prompt or "", told], ensure_ascii=False)
+    prompt = data.prompt if isinstance(data.prompt, str) else [message_to_wire(message) for message in data.prompt]
+    return json.dumps([data.system_prompt or "", prompt], ensure_ascii=False)
 
 
 def fault_of(episode: vf.Episode) -> str:

@@ -72,7 +72,7 @@ class AgentEndpoint:
     """The endpoint of one worker, as an async context manager. It starts to listen when the first rollout needs it."""
 
     def __init__(self) -> None:
-        self._guests: dict[str, _RolloutSession] = {}
+        self._sessions: dict[str, _RolloutSession] = {}
         self._base_url = ""
         self._serving: asyncio.Task[web.AppRunner] | None = None
         self._numbers = itertools.count(1)
@@ -82,8 +82,8 @@ class AgentEndpoint:
 
     async def __aexit__(self, *_exception: object) -> None:
         """Close the port and all open sessions."""
-        for guest in list(self._guests.values()):
-            self.close(guest.policy)
+        for session in list(self._sessions.values()):
+            self.close(session.policy)
         if self._serving is not None:
             await (await self._serving).cleanup()
 
@@ -95,21 +95,21 @@ class AgentEndpoint:
             self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
             self._serving = asyncio.get_running_loop().create_task(self._serve(listening))
         key = f"tidemill-{secrets.token_urlsafe(24)}"
-        self._guests[key] = _RolloutSession(policy)
+        self._sessions[key] = _RolloutSession(policy)
         return Endpoint(self._base_url, key)
 
     def close(self, policy: RolloutPolicy) -> None:
         """Revoke a rollout's keys and cancel its generations; do nothing for a rollout that was never opened."""
-        for key in [key for key, guest in self._guests.items() if guest.policy is policy]:
-            for turn in self._guests.pop(key).turns:
+        for key in [key for key, session in self._sessions.items() if session.policy is policy]:
+            for turn in self._sessions.pop(key).turns:
                 turn.cancel()
 
     async def _serve(self, listening: socket.socket) -> web.AppRunner:
-        async def models(_request: web.Request, _guest: _RolloutSession) -> web.Response:
+        async def models(_request: web.Request, _session: _RolloutSession) -> web.Response:
             listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tidemill"}
             return _json({"object": "list", "data": [listed]})
 
-        async def nothing(request: web.Request, _guest: _RolloutSession) -> web.Response:
+        async def nothing(request: web.Request, _session: _RolloutSession) -> web.Response:
             raise _Refused(404, f"there is no {request.method} {request.path:.200} here")
 
         app = web.Application(client_max_size=LARGEST_BODY)
@@ -130,10 +130,10 @@ class AgentEndpoint:
         async def handler(request: web.Request) -> web.Response:
             try:
                 scheme, _, key = request.headers.get("authorization", "").partition(" ")
-                guest = self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
-                if guest is None:
+                session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+                if session is None:
                     raise _Refused(401, "this key is unknown, or its episode is over", "invalid_api_key")
-                return await answer(request, guest)
+                return await answer(request, session)
             except _Refused as error:
                 return _error(error.status, str(error), error.code)
             except BadMessage as error:
@@ -143,18 +143,18 @@ class AgentEndpoint:
 
         return handler
 
-    async def _chat(self, request: web.Request, guest: _RolloutSession) -> web.Response:
-        asked = json_object(await request.read())
-        wanted, stream = chat_request(asked), asked.get("stream") or False
-        options, model = asked.get("stream_options") or {}, asked.get("model", MODEL)
+    async def _chat(self, request: web.Request, session: _RolloutSession) -> web.Response:
+        fields = json_object(await request.read())
+        wanted, stream = chat_request(fields), fields.get("stream") or False
+        options, model = fields.get("stream_options") or {}, fields.get("model", MODEL)
         if not isinstance(stream, bool) or not isinstance(options, dict) or not isinstance(model, str):
             raise BadMessage("`stream` must be true or false, `stream_options` an object, `model` a text")
         if wanted.alternatives is not None:
             raise BadMessage("`logprobs` must be false: the rollout records them, and no answer returns them")
-        if guest.policy.posted is not None:
+        if session.policy.posted is not None:
             raise _Refused(400, "the result was posted: no call is answered after it", "episode_over")
-        calling = guest.policy.chat(wanted.messages, tools=wanted.tools, max_tokens=wanted.max_tokens)
-        reply = await self._reply(guest, calling)
+        calling = session.policy.chat(wanted.messages, tools=wanted.tools, max_tokens=wanted.max_tokens)
+        reply = await self._reply(session, calling)
         head = (f"chatcmpl-{next(self._numbers)}", model, int(time.time()))
         if not stream:
             return _json(whole_answer(*head, reply.message, reply.finish, reply.tokens))
@@ -164,15 +164,15 @@ class AgentEndpoint:
             if reply.message.get(name):
                 deltas.append({name: reply.message[name]})
         deltas += [{"tool_calls": [call]} for call in call_deltas(reply.message)]
-        told = [*(chunk(*head, delta) for delta in deltas), chunk(*head, {}, reply.finish)]
+        chunks = [*(chunk(*head, delta) for delta in deltas), chunk(*head, {}, reply.finish)]
         if options.get("include_usage") is True:
-            told.append({**chunk(*head, {}), "choices": [], "usage": usage(*reply.tokens)})
-        events = "".join([*(f"data: {json.dumps(each)}\n\n" for each in told), "data: [DONE]\n\n"]).encode()
+            chunks.append({**chunk(*head, {}), "choices": [], "usage": usage(*reply.tokens)})
+        events = "".join([*(f"data: {json.dumps(each)}\n\n" for each in chunks), "data: [DONE]\n\n"]).encode()
         return web.Response(body=events, content_type="text/event-stream", headers={"cache-control": "no-store"})
 
-    async def _reply(self, guest: _RolloutSession, calling: Awaitable[Reply]) -> Reply:
+    async def _reply(self, session: _RolloutSession, calling: Awaitable[Reply]) -> Reply:
         turn = asyncio.ensure_future(calling)
-        guest.turns.add(turn)
+        session.turns.add(turn)
         try:
             return await turn
         except GenerationFailed as error:
@@ -188,9 +188,9 @@ class AgentEndpoint:
             LOG.exception("a call of an agent program raised")
             raise _Refused(500, f"{type(error).__name__}: {error}", "generation_failed") from error
         finally:
-            guest.turns.discard(turn)
+            session.turns.discard(turn)
 
-    async def _outcome(self, request: web.Request, guest: _RolloutSession) -> web.Response:
+    async def _outcome(self, request: web.Request, session: _RolloutSession) -> web.Response:
         try:
             given = _PostedResult.model_validate(json_object(await request.read()))
         except ValidationError as error:
@@ -200,7 +200,7 @@ class AgentEndpoint:
         if fault := score.fault():
             raise _Refused(400, f"this is no result: {fault}")
         try:
-            guest.policy.post(score)
+            session.policy.post(score)
         except ValueError as error:
             raise _Refused(400, str(error)) from error
         return _json({"reward": score.total})

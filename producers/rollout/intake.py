@@ -102,7 +102,7 @@ class TaskProgress:
 NOTHING = TaskProgress()
 
 
-class BegunTasks:
+class StartedTasks:
     """The started tasks of one run, from the records of `rollouts.progress` and `rollouts` in log order."""
 
     def __init__(self, run_id: str) -> None:
@@ -145,7 +145,7 @@ class TaskIntake:
         self._member, self._log, self._run_id = member, log, run_id
         self._paused = False
         self._polled_at = time.monotonic()
-        self._begun: dict[Partition, tuple[int, BegunTasks]] = {}
+        self._started: dict[Partition, tuple[int, StartedTasks]] = {}
         """For each partition: the time at which its records were read, in µs since the Unix epoch, and their tasks."""
 
     def round(
@@ -178,7 +178,7 @@ class TaskIntake:
                 "another worker of this run joined under the same name: give every worker its own rollout.worker_id"
             ) from error
         owned = self._member.assignment()
-        self._begun = {place: begun for place, begun in self._begun.items() if place in owned}
+        self._started = {place: started for place, started in self._started.items() if place in owned}
         return [(one, self._progress(one)) for one in located], owned, committed
 
     def _commit(self, offsets: dict[Partition, int]) -> dict[Partition, int]:
@@ -202,23 +202,23 @@ class TaskIntake:
         if not isinstance(task, Task) or task.run_id != self._run_id:
             return NOTHING
         place = (located.topic, located.partition)
-        if place not in self._begun:
-            self._begun[place] = now_us(), BegunTasks(self._run_id)
+        if place not in self._started:
+            self._started[place] = now_us(), StartedTasks(self._run_id)
             for found in log.read_since(Topic.PROGRESS, located.partition, to_ms(task.issued_at - SKEW_US)):
-                self._begun[place][1].observe(found.record)
-        read_at, begun = self._begun[place]
+                self._started[place][1].observe(found.record)
+        read_at, started = self._started[place]
         if task.issued_at > read_at + SKEW_US:  # tasks from now on were issued after it was read
-            self._begun[place] = read_at, BegunTasks(self._run_id)
+            self._started[place] = read_at, StartedTasks(self._run_id)
             return NOTHING
-        if task.task_id not in begun.tasks:
+        if task.task_id not in started.tasks:
             return NOTHING
-        if not begun.rollouts_read:
-            begun.rollouts_read = True
+        if not started.rollouts_read:
+            started.rollouts_read = True
             count = len(log.partitions(Topic.ROLLOUTS))
-            for number in sorted({partition_of(group, count) for group in begun.groups}):
-                for found in log.read_since(Topic.ROLLOUTS, number, to_ms(begun.first_at - SKEW_US)):
-                    begun.observe(found.record)
-        progress = begun.progress(task)
+            for number in sorted({partition_of(group, count) for group in started.groups}):
+                for found in log.read_since(Topic.ROLLOUTS, number, to_ms(started.first_at - SKEW_US)):
+                    started.observe(found.record)
+        progress = started.progress(task)
         turns = sum(map(progress.resumable, progress.turns))
         LOG.info("task %s was begun: %d rollouts ended, %d turns recorded", task.task_id, len(progress.ended), turns)
         return progress

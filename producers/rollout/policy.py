@@ -161,8 +161,8 @@ class RolloutPolicy(base.AttemptPolicy):
     @property
     def identity(self) -> ReplicaIdentity:
         """The replica that was asked last; empty names before the first turn."""
-        asked = self.session.identity
-        return asked if asked.replica_id or not self.turns else self.turns[-1].sampled_by
+        newest = self.session.identity
+        return newest if newest.replica_id or not self.turns else self.turns[-1].sampled_by
 
     @property
     def endpoint(self) -> base.Endpoint:
@@ -185,13 +185,13 @@ class RolloutPolicy(base.AttemptPolicy):
     ) -> Reply:
         if self.closed or self.failure:
             raise GenerationFailed(OVER if self.closed else self.failure)
-        told, shown = self._checked(messages), checked_tools(tools)
+        conversation, offered = self._checked(messages), checked_tools(tools)
         self._calls += 1
         if self._calls > self._max_turns:
             raise self._failed(f"more than {self._max_turns} calls of the policy (the task's max_turns)")
-        asked = self._ask(told, shown, trained)
+        pending = self._ask(conversation, offered, trained)
         try:
-            return await self._turn(asked, told, shown, max_tokens, trained)
+            return await self._turn(pending, conversation, offered, max_tokens, trained)
         except asyncio.CancelledError:
             if not self.closed:
                 self._failed(CANCELLED)
@@ -202,7 +202,7 @@ class RolloutPolicy(base.AttemptPolicy):
             self._failed(f"the completion layer raised {error!r:.300}")
             raise
         finally:
-            self.contexts.release(asked)
+            self.contexts.release(pending)
 
     def _checked(self, messages: Messages) -> list[Message]:
         """Check messages, except those of the last conversation if they begin with it. Raises BadMessage."""
@@ -230,31 +230,31 @@ class RolloutPolicy(base.AttemptPolicy):
             raise self._failed(f"chat template: {error}") from error
 
     async def _turn(
-        self, asked: PendingTurn[Completion], messages: Messages, tools: Tools, max_tokens: int | None, trained: bool
+        self, pending: PendingTurn[Completion], messages: Messages, tools: Tools, max_tokens: int | None, trained: bool
     ) -> Reply:
         settings = self._settings
-        room = settings.max_context_tokens - len(asked.ids)
+        room = settings.max_context_tokens - len(pending.ids)
         if room <= 0:
-            raise self._no_room(messages, len(asked.ids), trained)
+            raise self._no_room(messages, len(pending.ids), trained)
         wanted = min(room, settings.max_turn_tokens, room if max_tokens is None else max(1, max_tokens))
         unknown: int | None = None
         if settings.expert_ids:
             # The first token whose expert ids no turn of the context contains; for a turn that is not trained, none
             # are requested. A fork requests all, because the turns that it shares belong to another context.
-            known = asked.context.turns[-1].end - 1 if asked.context.turns else 0
-            unknown = known if trained else len(asked.ids)
+            known = pending.context.turns[-1].end - 1 if pending.context.turns else 0
+            unknown = known if trained else len(pending.ids)
         sampling = Sampling(wanted, settings.temperature, self._chat.stop_token_ids, expert_ids_from=unknown)
-        made = await self._complete(asked.ids, sampling)
+        made = await self._complete(pending.ids, sampling)
         if self.closed:
             raise GenerationFailed(OVER)
-        read = self._chat.read(made.token_ids, tools, asked.context.count)
+        read = self._chat.read(made.token_ids, tools, pending.context.count)
         if trained:
-            self.contexts.add_turn(asked, made.token_ids, read.message, made)
+            self.contexts.add_turn(pending, made.token_ids, read.message, made)
             # The caller may change its own copy.
             kept = copy.deepcopy(read.message) if "tool_calls" in read.message else dict(read.message)
             self.conversation = [*messages, kept]
         finish = "tool_calls" if read.message.get("tool_calls") else made.finish_reason
-        counts = (len(asked.ids), len(made.token_ids))
+        counts = (len(pending.ids), len(made.token_ids))
         return Reply(read.message, finish, read.malformed, counts)  # type: ignore[arg-type]  # checked: stop or length
 
     async def _complete(self, ids: list[int], sampling: Sampling) -> Completion:

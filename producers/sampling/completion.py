@@ -103,14 +103,14 @@ class Choice(msgspec.Struct):
 
     def spans(self, count: int | None = None) -> tuple[VersionSpan, ...]:
         """Return spans that cover `count` tokens, by default up to the end of the last one. Raises BadResponse."""
-        told = self.weight_versions
-        if told is None:
+        versions = self.weight_versions
+        if versions is None:
             raise BadResponse("`weight_versions` must be a list of [version, start, end]: is this a Tidemill replica?")
-        spans = tuple(VersionSpan(*item) for item in told)
+        spans = tuple(VersionSpan(*item) for item in versions)
         ends = [0, *(span.end for span in spans)]
         starts = [*(span.start for span in spans), ends[-1] if count is None else count]
         if ends != starts or any(span.start >= span.end for span in spans):
-            raise BadResponse(f"`weight_versions` {told!r:.200} does not cover the tokens in order, without gap")
+            raise BadResponse(f"`weight_versions` {versions!r:.200} does not cover the tokens in order, without gap")
         return spans
 
 
@@ -178,10 +178,10 @@ def build_segment(ids: Sequence[int], turns: Iterable[SampledTurn[Completion]]) 
         mask[turn.start : turn.end] = 1
         logprobs[turn.start : turn.end] = turn.made.logprobs
         for span in turn.made.spans:
-            begun = VersionSpan(span.version, span.start + turn.start, span.end + turn.start)
-            if spans and (spans[-1].version, spans[-1].end) == (begun.version, begun.start):
-                begun = VersionSpan(begun.version, spans.pop().start, begun.end)
-            spans.append(begun)
+            moved = VersionSpan(span.version, span.start + turn.start, span.end + turn.start)
+            if spans and (spans[-1].version, spans[-1].end) == (moved.version, moved.start):
+                moved = VersionSpan(moved.version, spans.pop().start, moved.end)
+            spans.append(moved)
     token_ids = np.asarray(ids, dtype="<u4").tobytes()
     return Segment(len(ids), token_ids, mask.tobytes(), logprobs.tobytes(), spans)
 

@@ -39,9 +39,9 @@ LARGEST_BODY = 64 * 2**20
 class RequestRefused(BadResponse):
     """The replica refused the request as invalid."""
 
-    def __init__(self, message: str, status: int, said: str) -> None:
+    def __init__(self, message: str, status: int, detail: str) -> None:
         super().__init__(message)
-        self.status, self.said = status, said
+        self.status, self.detail = status, detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,11 @@ class ReplicaClient:
         try:
             async with limit, self._session.request(method, address + path, data=body, headers=headers) as response:
                 if response.status != 200:
-                    said = (await response.content.read(4000)).decode("utf-8", "replace")
-                    message = f"{address}: HTTP {response.status}" + (f": {said:.300}" if self._quotes else "")
+                    detail = (await response.content.read(4000)).decode("utf-8", "replace")
+                    message = f"{address}: HTTP {response.status}" + (f": {detail:.300}" if self._quotes else "")
                     if response.status >= 500 or response.status == OVERLOADED:
                         raise ReplicaUnavailable(message)
-                    raise RequestRefused(message, response.status, said)
+                    raise RequestRefused(message, response.status, detail)
                 known = self._identities.get(address)
                 if known is not None and response.headers.get(REPLICA_HEADER, known.replica_id) != known.replica_id:
                     del self._identities[address]

@@ -139,11 +139,11 @@ class FeederState:
         # The evaluations (stage and version) that are running or must begin
         served, every, due = self.admission.served_version, self._feed.eval_every, list[tuple[Stage, int]]()
         if self._feed.eval_before:
-            due.append(self._begun(Stage.EVAL_BEFORE) or (Stage.EVAL_BEFORE, served))
+            due.append(self._started(Stage.EVAL_BEFORE) or (Stage.EVAL_BEFORE, served))
         if every > 0 and served >= every and not self.admission.finished:
             due.append((Stage.EVAL_DURING, served - served % every))
         if self._feed.eval_after and self.admission.finished and served >= self.admission.newest_version:
-            due.append(self._begun(Stage.EVAL_AFTER) or (Stage.EVAL_AFTER, served))
+            due.append(self._started(Stage.EVAL_AFTER) or (Stage.EVAL_AFTER, served))
         for stage, version in due:
             size, issued = evaluation_size(self._feed, stage), self._eval_issued.get((stage, version), set())
             for name in (TaskName(self._run.run_id, stage, version, index) for index in range(size)):
@@ -156,12 +156,12 @@ class FeederState:
                     if failed_at is not None and now_us >= failed_at + AGAIN_AFTER_US * 2 ** (times - 1):
                         yield replace(name, index=name.index + times * size)
 
-    def _begun(self, stage: Stage) -> tuple[Stage, int] | None:
+    def _started(self, stage: Stage) -> tuple[Stage, int] | None:
         return next((known for known in self._eval_issued if known[0] is stage), None)
 
     def _incomplete(self, stage: Stage) -> bool:
-        begun = self._begun(stage)
-        return begun is None or not self._eval_issued[begun].issuperset(range(evaluation_size(self._feed, stage)))
+        started = self._started(stage)
+        return started is None or not self._eval_issued[started].issuperset(range(evaluation_size(self._feed, stage)))
 
 
 WRITERS: Mapping[Topic, str] = {

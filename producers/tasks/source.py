@@ -133,8 +133,8 @@ class TaskSource:
         evaluated = [each for each in zip(environments, self._questions, strict=True) if each[0][0].evaluate]
         turns = take_turns([entry.weight for (entry, _), _ in evaluated])
         size = max(feed.eval_tasks, feed.eval_during_tasks)
-        asked = [evaluated[turn][1] for turn in islice(turns, size)]
-        self._held_out = [(questions, questions.held_out()) for questions in asked]
+        chosen = [evaluated[turn][1] for turn in islice(turns, size)]
+        self._held_out = [(questions, questions.held_out()) for questions in chosen]
 
     def observe(self, record: Task | Group) -> None:
         """Process a training task that a feeder issued, or its group, in any order; each counts once."""

@@ -186,10 +186,10 @@ def _tagged_calls(
         rest = body[named.end() :].strip().removesuffix("</function>").strip()
         at = 0
         while at < len(rest):
-            begun, at = _enclosed(rest, at, key)
+            key_text, at = _enclosed(rest, at, key)
             text, at = _enclosed(rest, at, value)
             text = text.removeprefix(frame).removesuffix(frame)
-            given[begun.strip()] = _typed(text, schema, begun.strip())
+            given[key_text.strip()] = _typed(text, schema, key_text.strip())
         return [ToolCall(named["name"], json.dumps(given, ensure_ascii=False, allow_nan=False))]
 
     return calls

@@ -131,21 +131,21 @@ class Contexts(Generic[T]):
         fork = Context[T](tools, context.head, [*shared[: found.length], *more], count=found.turns, busy=True)
         return PendingTurn(fork, Origin.FORK, fork.ids, identities, keys[-1])
 
-    def add_turn(self, asked: PendingTurn[T], ids: Sequence[int], message: Message, made: T) -> None:
+    def add_turn(self, pending: PendingTurn[T], ids: Sequence[int], message: Message, made: T) -> None:
         """Add the turn that was sampled for a request."""
-        context = asked.context
-        start = len(asked.ids)
+        context = pending.context
+        start = len(pending.ids)
         counted = len(context.ids) if context.ends else 0
-        context.ids = [*asked.ids, *ids]
+        context.ids = [*pending.ids, *ids]
         self._tokens += len(context.ids) - counted
         context.ends += 1
         context.turns.append(SampledTurn(start, len(context.ids), made))
         context.count, context.busy = context.count + 1, False
         own = identity(message)
-        key = hash((asked.key, own))
+        key = hash((pending.key, own))
         if (same := self._ends.pop(key, None)) is not None:
             self._drop(same)
-        self._ends[key] = _End(context, (*asked.messages, own), message, len(context.ids), context.count)
+        self._ends[key] = _End(context, (*pending.messages, own), message, len(context.ids), context.count)
         if self._most is None:
             if len(context.turns) == 1:
                 self.all.append(context)
@@ -153,9 +153,9 @@ class Contexts(Generic[T]):
         while len(self._ends) > 1 and (len(self._ends) > self._most or self._tokens > self._most_tokens):
             self._drop(self._ends.popitem(last=False)[1])
 
-    def release(self, asked: PendingTurn[T]) -> None:
+    def release(self, pending: PendingTurn[T]) -> None:
         """Allow a later request to extend the same end, whether a turn was sampled or not."""
-        asked.context.busy = False
+        pending.context.busy = False
 
     def _drop(self, end: _End[T]) -> None:
         end.context.ends -= 1
@@ -168,9 +168,9 @@ class Contexts(Generic[T]):
         Those of the last request's messages are not computed again if this request begins with the same objects.
         """
         before, identities, keys = self._last
-        known, begun = len(before), hash(tools.identity)
-        if not (keys and keys[0] == begun and known <= len(messages) and all(map(is_, before, messages))):
-            known, identities, keys = 0, (), [begun]
+        known, first_key = len(before), hash(tools.identity)
+        if not (keys and keys[0] == first_key and known <= len(messages) and all(map(is_, before, messages))):
+            known, identities, keys = 0, (), [first_key]
         identities = identities + tuple(map(identity, messages[known:]))
         keys = keys.copy()
         for each in identities[known:]:

@@ -109,10 +109,10 @@ class ChatFormat:
     def _thought(self, text: str, call: str) -> tuple[str, str]:
         """Return a leading thought, and the rest. A thought without an end ends at `call`, the marker of a call."""
         begin, end = THOUGHT
-        begun = text.lstrip().startswith(begin)
-        if end in text and (begun or self.opens_thought):
+        opens = text.lstrip().startswith(begin)
+        if end in text and (opens or self.opens_thought):
             thought, _, rest = text.partition(end)
-        elif begun or self._always_opens:
+        elif opens or self._always_opens:
             at = text.find(call) if call else -1
             thought, rest = (text, "") if at < 0 else (text[:at], text[at:])
         else:

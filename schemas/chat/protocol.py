@@ -65,29 +65,29 @@ def _no_number(text: str) -> None:
 _JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
-def chat_request(asked: Mapping[str, Any], *, formats: bool = False) -> ChatRequest:
+def chat_request(request: Mapping[str, Any], *, formats: bool = False) -> ChatRequest:
     """Read a request's body.
 
     `formats`: whether the caller supports `response_format`. Raises BadMessage for an unsupported field; sampling
     parameters are not checked.
     """
-    messages, tools = checked_messages(asked.get("messages")), checked_tools(asked.get("tools"))
-    choice = asked.get("tool_choice")
+    messages, tools = checked_messages(request.get("messages")), checked_tools(request.get("tools"))
+    choice = request.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise BadMessage("`tool_choice` must be auto or none: a forced call is not sampled by the policy")
-    if asked.get("n") not in (None, 1):
+    if request.get("n") not in (None, 1):
         raise BadMessage("`n` must be 1: send the request again for another answer")
-    if not formats and asked.get("response_format") not in (None, {"type": "text"}):
+    if not formats and request.get("response_format") not in (None, {"type": "text"}):
         raise BadMessage('`response_format` must be {"type": "text"}')
-    field = "max_tokens" if asked.get("max_completion_tokens") is None else "max_completion_tokens"
-    most = asked.get(field)
+    field = "max_tokens" if request.get("max_completion_tokens") is None else "max_completion_tokens"
+    most = request.get(field)
     if most is not None and (type(most) is not int or most < 1):
         raise BadMessage(f"`{field}` must be a whole number of at least 1")
-    stop = asked.get("stop") or []
+    stop = request.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise BadMessage("`stop` must be a text or a list of texts, none of them empty")
-    logprobs, alternatives = asked.get("logprobs") or False, asked.get("top_logprobs") or 0
+    logprobs, alternatives = request.get("logprobs") or False, request.get("top_logprobs") or 0
     if not isinstance(logprobs, bool):
         raise BadMessage("`logprobs` must be true or false")
     if type(alternatives) is not int or not 0 <= alternatives <= (MOST_ALTERNATIVES if logprobs else 0):
@@ -98,7 +98,7 @@ def chat_request(asked: Mapping[str, Any], *, formats: bool = False) -> ChatRequ
         most,
         tuple(stop),
         alternatives if logprobs else None,
-        asked.get("return_token_ids") is True,
+        request.get("return_token_ids") is True,
     )
 
 

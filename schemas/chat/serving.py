@@ -99,7 +99,7 @@ class ChatTurn:
         self._is_stream, self._versions = stream, versions
         self._asked = contexts.begin(request.messages, request.tools, ids)
         self._turn = TurnStream(chat, request.tools, self._asked.context.count, request.stop)
-        self._begun = self._ended = False
+        self._started = self._ended = False
 
     @property
     def prompt(self) -> list[int]:
@@ -149,8 +149,8 @@ class ChatTurn:
             self._contexts.release(self._asked)
 
     def _answer(self, head: tuple[str, str, int], ids: list[int], finish: str | None) -> dict[str, Any] | None:
-        delta: dict[str, Any] = {} if self._begun else {"role": "assistant", "content": ""}
-        self._begun = True
+        delta: dict[str, Any] = {} if self._started else {"role": "assistant", "content": ""}
+        self._started = True
         if finish is None:
             text = self._turn.take(ids)
             return chunk(*head, {**delta, "content": text}) if text or delta else None

@@ -122,13 +122,13 @@ class ChatTemplate:
         for self._without_tools in ({"tools": None}, {}, {"tools": []}):  # some templates do not accept None
             if self._shows([_USER], _USER["content"]):
                 break
-        asked = self.text([_USER])
+        prompt = self.text([_USER])
         whole = self.text([_USER, turn, _MORE])
-        if _USER["content"] not in asked:
+        if _USER["content"] not in prompt:
             raise TemplateRefused("the chat template does not show a user's message")
         close, rest = self._continued(whole)
         before, _, _ = whole.partition(self._mark)
-        if not before.startswith(asked[: asked.find(_USER["content"])]) or _USER["content"] not in before:
+        if not before.startswith(prompt[: prompt.find(_USER["content"])]) or _USER["content"] not in before:
             raise TemplateRefused("the chat template rewrites the text before a turn when the conversation continues")
         if _MORE["content"] not in rest:
             raise TemplateRefused("the chat template does not show a new message after the turn that it answers")
@@ -182,12 +182,12 @@ class ChatTemplate:
     def _grammar(self, call: Mapping[str, Any]) -> CallGrammar | None:
         """Return the grammar in which the template writes a call; None if there is none."""
         try:
-            asked = self.text([_USER], _PROBE_TOOLS)
+            prompt = self.text([_USER], _PROBE_TOOLS)
             whole = self.text([_USER, {"role": "assistant", "content": "", "tool_calls": [call]}], _PROBE_TOOLS, False)
         except TemplateRefused:
             return None
         # The prompt of a turn may open a thought, which a finished turn lacks: the turn begins at the first difference.
-        begin = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
+        begin = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
         written = whole[max(whole.rfind(character, 0, begin) for character in "\n>]") + 1 :]
         ends = [place for close in self.closes if (place := written.find(close)) > 0]
         return grammar_of(written[: min(ends, default=None)].strip(), "probe_function", _PROBE_ARGUMENTS)

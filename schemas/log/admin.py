@@ -118,8 +118,8 @@ def _led(client: AdminClient, names: set[str]) -> set[str]:
     found = {name: topics[name].partitions for name in names & topics.keys()}
     led = {name for name, parts in found.items() if parts and all(part.leader >= 0 for part in parts.values())}
     first = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
-    asked = {TopicPartition(name, number): first for name in led for number in found[name]}
-    answers = client.list_offsets(asked, request_timeout=REQUEST_TIMEOUT_S) if asked else {}
+    wanted = {TopicPartition(name, number): first for name in led for number in found[name]}
+    answers = client.list_offsets(wanted, request_timeout=REQUEST_TIMEOUT_S) if wanted else {}
     for place, answer in answers.items():
         try:
             answer.result()

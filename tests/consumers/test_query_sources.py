@@ -128,8 +128,8 @@ def test_a_directory_that_another_process_owns_is_a_clear_error(sink: SinkSettin
 
 def test_a_server_answers_when_a_query_has_ended():
     """Otherwise the text of an error after the first rows would be a part of a result with status 200."""
-    assert query.asked(SinkSettings(host="clickhouse"), "SELECT 1", {})["params"]["wait_end_of_query"] == "1"
-    assert "wait_end_of_query" not in query.asked(SinkSettings(), "SELECT 1", {})["params"]
+    assert query.http_request(SinkSettings(host="clickhouse"), "SELECT 1", {})["params"]["wait_end_of_query"] == "1"
+    assert "wait_end_of_query" not in query.http_request(SinkSettings(), "SELECT 1", {})["params"]
 
 
 def test_missing_tables_and_unknown_names_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

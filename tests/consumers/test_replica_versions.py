@@ -35,7 +35,7 @@ def told(news: SpanUpdates, *events: str) -> list[str]:
             yield one
 
     async def collect():
-        return [one async for one in news.told(source())]
+        return [one async for one in news.annotated(source())]
 
     return asyncio.run(collect())
 

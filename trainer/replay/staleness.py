@@ -74,12 +74,12 @@ def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: i
         lags = {place: lag_of(group, version) for place, group in held.items() if group is not None}
         moved = [(p, "excluded") for p in trained if p in lags and lags[p] > bound]
         moved += [(p, "included") for p in stale if p in lags and lags[p] <= bound]
-        told = step.metrics.get("policy_lag_bound")
+        recorded = step.metrics.get("policy_lag_bound")
         judged.append(
             JudgedStep(
                 step=step.step,
                 version=version,
-                bound=None if told is None else int(told),
+                bound=None if recorded is None else int(recorded),
                 trained=len(trained),
                 stale=len(stale),
                 max_lag=max((lags[p] for p in trained if p in lags), default=None),

@@ -120,9 +120,9 @@ class StepReplay:
                 self._weights.change_settings(what_if.model_copy(update={"model": model}))
             batch = self._inputs.of(record)
             halt(Halt(record, batch, self._weights.whole, Path(model)))
-            begun = time.monotonic()
+            started = time.monotonic()
             outcome = self._run.compute(record, batch)
-            yield ReplayedStep(record, self._run.place.fingerprint, outcome, time.monotonic() - begun)
+            yield ReplayedStep(record, self._run.place.fingerprint, outcome, time.monotonic() - started)
 
     def __enter__(self) -> Self:
         return self

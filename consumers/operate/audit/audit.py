@@ -160,10 +160,12 @@ def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress =
     full = {Names(kafka.topic_prefix).of(topic): topic.value for topic in ORDER}
     with DeadLetterReader(kafka, {}, ORDER) as letters:
         for row in letters.read_to_end():
-            letter = row.record
-            if isinstance(letter, DeadLetter) and letter.source_topic in full:
-                place = Position(full[letter.source_topic], letter.source_partition, letter.source_offset)
-                run.letters.setdefault(place, letter.reason)
+            dead_letter = row.record
+            if isinstance(dead_letter, DeadLetter) and dead_letter.source_topic in full:
+                place = Position(
+                    full[dead_letter.source_topic], dead_letter.source_partition, dead_letter.source_offset
+                )
+                run.letters.setdefault(place, dead_letter.reason)
     if rules.run_id not in run.runs:
         known = ", ".join(sorted(run.runs)) or "none"
         raise LookupError(f"the log has no record of run {rules.run_id}; runs in it: {known}. Name one with --run-id")

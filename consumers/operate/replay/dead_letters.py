@@ -80,15 +80,15 @@ class StoredLetter:
 def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
     """Return a record of a dead-letter topic as a letter; its headers may be missing or malformed."""
     topic = raw.topic.removesuffix(DEAD_LETTER_SUFFIX)
-    said = dead_letter(raw.headers, ("", UNSAID, UNSAID, UNSAID), b"")
-    is_placed = said.source_topic == prefix + topic and min(said.source_partition, said.source_offset) > UNSAID
+    parsed = dead_letter(raw.headers, ("", UNSAID, UNSAID, UNSAID), b"")
+    is_placed = parsed.source_topic == prefix + topic and min(parsed.source_partition, parsed.source_offset) > UNSAID
     return StoredLetter(
         raw=raw,
-        source=(topic, raw.partition if said.source_partition <= UNSAID else said.source_partition),
-        source_offset=said.source_offset if is_placed else None,
-        source_timestamp_ms=said.source_timestamp_ms if said.source_timestamp_ms > 0 else raw.timestamp_ms,
-        reason=said.reason,
-        found_by=said.found_by,
+        source=(topic, raw.partition if parsed.source_partition <= UNSAID else parsed.source_partition),
+        source_offset=parsed.source_offset if is_placed else None,
+        source_timestamp_ms=parsed.source_timestamp_ms if parsed.source_timestamp_ms > 0 else raw.timestamp_ms,
+        reason=parsed.reason,
+        found_by=parsed.found_by,
     )
 
 

@@ -142,17 +142,17 @@ def places_of_steps(records: Iterable[tuple[Place, Record | None]], selection: S
 
     Raises LookupError if the run has no such step, or no step made such a version.
     """
-    begun, taken, made = (defaultdict[int, set[Place]](set) for _ in range(3))
+    planned, taken, made = (defaultdict[int, set[Place]](set) for _ in range(3))
     for place, record in records:
         if isinstance(record, TrainStep | StepPlan) and record.run_id == selection.run_id:
             places = {place, *references(record)}
             if isinstance(record, StepPlan):
-                begun[record.step] |= places
+                planned[record.step] |= places
             else:
                 taken[record.step] |= places
                 made[record.version] |= places
     chosen: set[Place] = set()
-    for what, known, wanted in (("step", {**begun, **taken}, selection.steps), ("version", made, selection.versions)):
+    for what, known, wanted in (("step", {**planned, **taken}, selection.steps), ("version", made, selection.versions)):
         for span in wanted:
             found = {number for number in known if number in span}
             if not {span.first, span.last} <= found:

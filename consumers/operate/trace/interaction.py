@@ -32,7 +32,7 @@ class InteractionTrace:
         self._erased: Position | None = None
         self._feedback: dict[str, tuple[Position, Feedback]] = {}
         self._repeated: Counter[str] = Counter()
-        self._letters: list[dict[str, Any]] = []
+        self._refused: list[dict[str, Any]] = []
         self._outcomes: list[tuple[Position, Outcome]] = []
         """In the order of their revisions."""
         self._batches: list[tuple[Position, OnlineBatch]] = []
@@ -41,12 +41,12 @@ class InteractionTrace:
     @property
     def run_id(self) -> str | None:
         """The run that it belongs to; None until one of its records is observed."""
-        told = [self._served, *(end for _, end in self._outcomes), *(batch for _, batch in self._batches)]
-        return next((record.run_id for record in told if record is not None), None)
+        records = [self._served, *(end for _, end in self._outcomes), *(batch for _, batch in self._batches)]
+        return next((record.run_id for record in records if record is not None), None)
 
     @property
     def found(self) -> bool:
-        return bool(self._served or self._erased or self._feedback or self._outcomes or self._batches or self._letters)
+        return bool(self._served or self._erased or self._feedback or self._outcomes or self._batches or self._refused)
 
     def observe(self, located: ConsumedRecord) -> None:
         """Observe a record; records that are not about the interaction are ignored."""
@@ -79,11 +79,11 @@ class InteractionTrace:
 
     def observe_letter(self, row: Row) -> None:
         """Observe a dead letter; its key identifies its interaction."""
-        letter = row.record
-        if isinstance(letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
-            topic = letter.source_topic.rpartition(".")[2]
-            place = Position(topic, letter.source_partition, letter.source_offset)
-            self._letters.append(picked(letter, "reason found_by", place=place))
+        dead_letter = row.record
+        if isinstance(dead_letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
+            topic = dead_letter.source_topic.rpartition(".")[2]
+            place = Position(topic, dead_letter.source_partition, dead_letter.source_offset)
+            self._refused.append(picked(dead_letter, "reason found_by", place=place))
 
     def path(self, history: VersionHistory) -> dict[str, Any]:
         """Return everything observed so far, with the versions of its run.
@@ -120,7 +120,7 @@ class InteractionTrace:
             "served": served,
             "erased": self._erased,
             "feedback": events,
-            "letters": self._letters,
+            "letters": self._refused,
             "outcomes": [
                 picked(end, END, place=place, signals={use.event_id: use.contribution for use in end.signals})
                 for place, end in self._outcomes
@@ -167,7 +167,7 @@ class InteractionTrace:
         return "waits for its end: the join closes it when the longest horizon of its signals has passed in event time"
 
     def _use(self, record: Feedback, place: Position) -> str:
-        if any(letter["place"] == place for letter in self._letters):
+        if any(dead_letter["place"] == place for dead_letter in self._refused):
             return "refused: see the dead letters"
         for _, end in self._outcomes:
             for use in end.signals:

@@ -49,8 +49,8 @@ def rollout_path(rollout_id: str, records: Iterable[ConsumedRecord], history_of:
     groups, endings = [], list[Ended]()
     for where, group, member in of:
         endings.append(history.ended(Topic.GROUPS, group.group_id))
-        told = picked(member, "reward advantage", place=where, ended=endings[-1])
-        groups.append(picked(group, "group_id closed_by", **told))
+        fields = picked(member, "reward advantage", place=where, ended=endings[-1])
+        groups.append(picked(group, "group_id closed_by", **fields))
     versions = sorted({use.version for use in endings if use.version is not None})
     reasons = [use.reason for use in endings if use.reason]
     if versions:

@@ -22,8 +22,8 @@ from tidemill.consumers.view.conversation import (
     TokenTexts,
     by_mismatch,
     by_version,
-    said_texts,
-    said_tokens,
+    message_parts,
+    message_tokens,
     token_texts,
 )
 from tidemill.consumers.view.drawn import clipped, visible
@@ -230,15 +230,15 @@ def test_without_a_tokenizer_ids_are_numbers_and_the_setting_is_named():
 def test_messages_begin_at_marks_and_where_the_mask_changes():
     segment = conversation("2 + 2?", "{}", "4", "It is 4.", (0, 1))
     ids, mask = segment.ids().tolist(), segment.mask().tolist()
-    said = said_tokens(ids, mask, [segment.n_tokens], TEXTS)
+    said = message_tokens(ids, mask, [segment.n_tokens], TEXTS)
     assert [one.role for one in said] == ["system", "user", "assistant", "tool", "assistant"]
     assert (said[0].start, said[-1].end) == (0, segment.n_tokens)
     assert all(one.end == after.start for one, after in pairwise(said))
-    bare = said_tokens(ids, mask, [segment.n_tokens], None)
+    bare = message_tokens(ids, mask, [segment.n_tokens], None)
     assert [one.role for one in bare] == ["not sampled", "assistant", "not sampled", "assistant"]
-    assert said_tokens([], [], [], TEXTS) == said_tokens([], [], [0], None) == []
+    assert message_tokens([], [], [], TEXTS) == message_tokens([], [], [0], None) == []
     # A mark that the policy sampled begins no message.
-    assert [one.role for one in said_tokens(ids, [1] * len(ids), [len(ids)], TEXTS)] == ["assistant"]
+    assert [one.role for one in message_tokens(ids, [1] * len(ids), [len(ids)], TEXTS)] == ["assistant"]
 
 
 def test_texts_of_tokens_join_to_the_text_and_no_bytes_take_long():
@@ -252,7 +252,7 @@ def test_texts_of_tokens_join_to_the_text_and_no_bytes_take_long():
 
 def test_calls_are_distinguished_token_by_token():
     texts = ["say ", "<tool_call>", "{}", "</tool_call>", " done"]
-    shown = said_texts(texts, [("", "")] * len(texts), calls=True)
+    shown = message_parts(texts, [("", "")] * len(texts), calls=True)
     assert [(is_call, text) for is_call, runs in shown for _, text in runs] == [
         (False, "say "),
         (True, "<tool_call>{}</tool_call>"),

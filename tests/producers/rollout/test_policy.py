@@ -15,7 +15,7 @@ from tests.records import build
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import ContextFull, GenerationFailed
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
-from tidemill.producers.rollout.intake import NOTHING, BegunTasks, TaskProgress
+from tidemill.producers.rollout.intake import NOTHING, StartedTasks, TaskProgress
 from tidemill.producers.rollout.player import completed_rollout, failed_rollout
 from tidemill.producers.rollout.policy import RolloutPolicy, context_digest, recorded_turns, turn_record
 from tidemill.producers.sampling.completion import Completion, build_segment
@@ -436,7 +436,7 @@ def ended(index, a_task=TASK):
 
 
 def test_the_records_of_a_task_in_the_log():
-    begun = BegunTasks("run")
+    begun = StartedTasks("run")
     assert not begun.tasks
     other = replace(TASK, run_id="other")
     for record in (
