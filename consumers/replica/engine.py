@@ -34,7 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tidemill.consumers.replica.config import KvPolicy
 from tidemill.consumers.replica.environment import ACTIVATIONS_VARIABLE, FAULT_VARIABLE
 from tidemill.consumers.replica.ledger import Applied, Proof, WriteRefusedError
-from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search, register, tell_spans_before_the_end
+from tidemill.consumers.replica.plugin import limit_kernel_search_to_vllm, register, tell_spans_before_the_end
 from tidemill.consumers.replica.ranks import RankCoverage, handed_over, objections
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.quantise import ROW_FORMATS
@@ -92,7 +92,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
                 "replica.data_parallel of a mixture of experts needs replica.expert_parallel: the engines share the "
                 "experts"
             )
-        hide_llvmlite_from_kernel_search()
+        limit_kernel_search_to_vllm()
         tell_spans_before_the_end()
         # Forked processes inherit the plugin from here; spawned processes load it by its entry point.
         register()

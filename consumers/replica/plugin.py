@@ -39,6 +39,7 @@ from functools import wraps
 from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import vllm.model_executor.layers.utils as linear_layers
@@ -305,12 +306,12 @@ def register() -> None:
             register_backend(AttentionBackendEnum.CPU_ATTN, "tidemill.consumers.replica.cpu_layers.TokenwiseAttention")
 
 
-def hide_llvmlite_from_kernel_search() -> None:
-    """Exclude llvmlite from vLLM's kernel search; once per process, before an engine is started.
+def limit_kernel_search_to_vllm() -> None:
+    """Let vLLM search for its kernels only in its own modules; once per process, before an engine is started.
 
-    At start vLLM searches for kernels in the namespaces of all imported modules and reads `vars()` of every value.
-    llvmlite's library handle, which numba imports, returns a function for any attribute, also for `__dict__`, and the
-    search fails. llvmlite's modules contain no kernel of vLLM.
+    At start vLLM searches the namespaces of all imported modules, thousands, and reads `vars()` of every value. The
+    search would fail at llvmlite's library handle, which numba imports: it returns a function for any attribute, also
+    for `__dict__`.
     """
     # Imported here, and below, because only the server needs it.
     import vllm.triton_utils.dispatcher as dispatcher
@@ -320,16 +321,15 @@ def hide_llvmlite_from_kernel_search() -> None:
         return
 
     @wraps(search)
-    def without_llvmlite(*arguments: Any) -> Any:  # noqa: ANN401 - passed through to vLLM
-        hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "llvmlite"}
-        for name in hidden:
-            del sys.modules[name]
+    def within_vllm(*arguments: Any) -> Any:  # noqa: ANN401 - passed through to vLLM
+        own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+        dispatcher.sys = SimpleNamespace(modules=own)
         try:
             return search(*arguments)
         finally:
-            sys.modules.update(hidden)
+            dispatcher.sys = sys
 
-    dispatcher._rebind_kernels = without_llvmlite
+    dispatcher._rebind_kernels = within_vllm
 
 
 def tell_spans_before_the_end() -> None:

@@ -116,9 +116,9 @@ class InProcess:
     def __init__(self, directory: Path, dtype: str, **options: Any) -> None:
         from vllm import EngineArgs, LLMEngine
 
-        from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search
+        from tidemill.consumers.replica.plugin import limit_kernel_search_to_vllm
 
-        hide_llvmlite_from_kernel_search()
+        limit_kernel_search_to_vllm()
         options = {"max_model_len": 128, "kv_cache_memory_bytes": 16 << 20, **options}
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(

@@ -94,9 +94,9 @@ def sampled(directory: Path) -> list[OneSegment]:
     """Sample four answers to each prompt at temperature 1 from an engine in this process."""
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
-    from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search
+    from tidemill.consumers.replica.plugin import limit_kernel_search_to_vllm
 
-    hide_llvmlite_from_kernel_search()
+    limit_kernel_search_to_vllm()
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(directory), dtype="float32", enforce_eager=True, block_size=32, disable_log_stats=True,
