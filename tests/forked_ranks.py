@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import traceback
@@ -19,6 +20,8 @@ def run_ranks(size: int, work: Callable[[int], None], log_of: Callable[[int], Pa
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
+        # The ranks need not look for garbage in all that is loaded.
+        gc.freeze()
         ranks = []
         for rank in range(size):
             if not (pid := os.fork()):
