@@ -57,7 +57,7 @@ def list_command(
 ) -> None:
     """List dead letters by topic and beginning of the reason: how many, the oldest and the newest.
 
-    `show` prints the whole reason of one letter.
+    Reasons that differ only in the values that they quote are one row. `show` prints the whole reason of a letter.
 
     Example: `tidemill dead-letters list --topic rollouts`
     """
@@ -68,9 +68,9 @@ def list_command(
     from tidemill.consumers.operate.replay.selection import utc_text
 
     rows = [
-        (*kind, of["letters"], utc_text(of["oldest_ms"]), utc_text(of["newest_ms"]), sorted(of["found_by"]),
-         of["last"][1])
-        for kind, of in found.items()
+        (source, of["reason"], of["letters"], utc_text(of["oldest_ms"]), utc_text(of["newest_ms"]),
+         sorted(of["found_by"]), of["last"][1])
+        for (source, _), of in found.items()
     ]  # fmt: skip
     if rows or as_json or as_csv:
         print_rows(SUMMARY, rows, as_json=as_json, as_csv=as_csv, formats={"letters": ","})

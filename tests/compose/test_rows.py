@@ -501,7 +501,7 @@ def test_dead_letters_are_counted_without_keeping_them(monkeypatch):
 
     def read(_topics: object) -> Iterator[Letter]:
         nonlocal most
-        long = [(offset, "no key " + "x" * 500 + str(offset)) for offset in (11, 12)]
+        long = [(offset, f"user 'u{offset}' at 1,{offset}: " + "x" * 500 + str(offset)) for offset in (11, 12)]
         for offset, reason in ((7, "torn"), (2, "torn"), (9, "torn"), (1, "unknown framing"), *long):
             one = Letter(**vars(letter(offset, reason)))
             held.add(one)
@@ -519,7 +519,7 @@ def test_dead_letters_are_counted_without_keeping_them(monkeypatch):
     assert counted == [
         ("rollouts", "unknown framing", 1, *["1970-01-01T00:00:01.000Z"] * 2, ["assembly"], "rollouts.dlq/0/1"),
         ("rollouts", "torn", 3, *times, ["assembly"], "rollouts.dlq/0/9"),
-        ("rollouts", "no key " + "x" * 153 + "...", 2, *quoted, ["assembly"], "rollouts.dlq/0/12"),
+        ("rollouts", "user 'u11' at 1,11: " + "x" * 140 + "...", 2, *quoted, ["assembly"], "rollouts.dlq/0/12"),
     ]
     assert most <= 2
 

@@ -8,6 +8,7 @@ whether the record was sent back, and the letter is not sent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,22 +95,33 @@ def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
 
 SHOWN_REASON = 160
 """Characters at the beginning of a reason by which letters are counted: a reason may quote a value of any length."""
+QUOTED = re.compile(r"'[^']*'|\d[\d.,]*")
+"""Values that a reason quotes, and numbers: reasons that differ only in these are counted together."""
 
 
 def counts(letters: Iterable[StoredLetter]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Count letters by source topic and beginning of their reason, in the order of the first letter of each. Keeps no
-    letters.
+    """Count letters by source topic and beginning of their reason, without the values that it quotes, in the order of
+    the first letter of each. Keeps no letters.
 
-    Returns of each their number (`letters`), the times of the oldest and the newest (`oldest_ms`, `newest_ms`), the
-    applications that wrote them (`found_by`), and the places of the `first` and of the `last`, this one with its name.
+    Returns of each the beginning of one `reason`, their number (`letters`), the times of the oldest and the newest
+    (`oldest_ms`, `newest_ms`), the applications that wrote them (`found_by`), and the places of the `first` and of the
+    `last`, this one with its name.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for letter in letters:
         place, at_ms = letter.order, letter.raw.timestamp_ms
         reason = letter.reason if len(letter.reason) <= SHOWN_REASON else f"{letter.reason[:SHOWN_REASON]}..."
         count = found.setdefault(
-            (letter.source[0], reason),
-            {"letters": 0, "oldest_ms": at_ms, "newest_ms": at_ms, "found_by": set(), "first": place, "last": ()},
+            (letter.source[0], QUOTED.sub("", reason)),
+            {
+                "reason": reason,
+                "letters": 0,
+                "oldest_ms": at_ms,
+                "newest_ms": at_ms,
+                "found_by": set(),
+                "first": place,
+                "last": (),
+            },
         )
         count["letters"] += 1
         count["oldest_ms"] = min(count["oldest_ms"], at_ms)
