@@ -150,7 +150,8 @@ def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> tuple[list[
                 send_dead_letter(producer, Names(kafka.topic_prefix), located, reason, _CLIENT)
     texts = [found[name].text for name in sorted(found) if settings.source in ("", found[name].source)]
     if not texts:
-        raise LookupError("the documents topic holds nothing to train on: write some with `tidemill documents`")
+        named = f" with the source {settings.source!r} (midtrain.source)" if settings.source else ""
+        raise LookupError(f"the documents topic holds nothing to train on{named}: write some with `tidemill documents`")
     return texts, until
 
 

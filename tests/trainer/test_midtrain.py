@@ -170,5 +170,5 @@ def assert_older_ends_give_the_older_corpus(log, record):
     assert len(read_corpus(log, TINY)[0]) == 150
     with pytest.raises(LookupError, match="offset 9999"):
         read_corpus(log, TINY.model_copy(update={"until": {0: 9999}}))
-    with pytest.raises(LookupError, match="nothing to train on"):
+    with pytest.raises(LookupError, match=r"nothing to train on with the source 'elsewhere' \(midtrain\.source\)"):
         read_corpus(log, TINY.model_copy(update={"source": "elsewhere"}))
