@@ -1,4 +1,5 @@
-"""Clean shutdown of a role: SIGINT and SIGTERM set an event that the role watches, or are deferred during a block."""
+"""Clean shutdown of a role: SIGINT and SIGTERM set an event that the role watches, are deferred during a block, or end
+the process within it."""
 
 from __future__ import annotations
 
@@ -45,3 +46,17 @@ def signals_deferred() -> Iterator[None]:
     finally:
         for came in caught:
             signal.raise_signal(came)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Raise SystemExit at SIGINT or SIGTERM within the block: for a long call that blocks an event loop, whose own
+    handlers would run only after it. For the main thread."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise SystemExit(0)
+
+    with ExitStack() as restored:
+        for number in STOPS:
+            restored.callback(signal.signal, number, signal.signal(number, end))
+        yield

@@ -40,6 +40,7 @@ from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.quantise import ROW_FORMATS
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
+from tidemill.schemas.shutdown import ended_by_signals
 
 _FIRST_LOOK_S, _LONGEST_WAIT_S = 0.001, 0.02
 _DEATH_CHECK_S = 1.0
@@ -76,6 +77,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             activations: the manifest's `serving_activations`.
 
         Raises:
+            SystemExit: SIGINT or SIGTERM arrived while the engine started.
             RuntimeError: the engine did not start, with its reason, or its form of the model cannot be mapped.
         """
         require_rounding(activations)
@@ -105,7 +107,8 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             fault = Path(folder) / "fault"
             os.environ[FAULT_VARIABLE] = str(fault)
             try:
-                engine = cls.from_vllm_config(config, disable_log_stats=options.disable_log_stats)
+                with ended_by_signals():
+                    engine = cls.from_vllm_config(config, disable_log_stats=options.disable_log_stats)
             except RuntimeError as error:
                 reason = (fault.read_text() if fault.is_file() else str(error)).rstrip(". ")
                 raise RuntimeError(

@@ -1,8 +1,10 @@
 """The role on a real Kafka: a replica joins, follows, rolls back, resumes, and ends on a signal."""
 
+import signal
 import threading
 
 import httpx
+import psutil
 import pytest
 
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
@@ -47,6 +49,22 @@ def test_an_engine_that_cannot_start_gives_its_reason_and_no_traceback_of_its_ow
         replica.kill()
     assert "RuntimeError: vLLM's engine cannot start: No available memory for the cache blocks" in replica.text()
     assert "EngineCore failed to start" not in replica.text()
+
+
+def test_an_interrupt_while_the_engine_starts_ends_the_replica_at_once(kafka, tmp_path):
+    settings = kafka.fresh()
+    Trainer(settings, tmp_path)
+    replica = RoleProcess(settings, tmp_path, REPLICA)
+    try:
+        server = psutil.Process(replica.process.pid)
+        cores = until(lambda: server.children(), "an engine core", DEADLINE_S)
+        for process in (server, *cores):  # as a terminal does
+            process.send_signal(signal.SIGINT)
+        assert replica.process.wait(DEADLINE_S) == 0
+        assert not psutil.wait_procs(cores, timeout=60)[1]
+    finally:
+        replica.kill()
+    assert "Traceback" not in replica.text() and "serving version" not in replica.text()
 
 
 def _end_under_load(replica):

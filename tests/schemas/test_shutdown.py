@@ -1,4 +1,4 @@
-"""Signals set an event, or wait until the interrupted block ends."""
+"""Signals set an event, wait until the interrupted block ends, or end the process within a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidemill.schemas.shutdown import STOPS, signals_deferred, stop_on_signals
+from tidemill.schemas.shutdown import STOPS, ended_by_signals, signals_deferred, stop_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +75,11 @@ def test_another_thread_leaves_the_handlers_alone():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_ends_the_process_within_the_block_and_only_there(number: signal.Signals):
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, ended_by_signals():
+        signal.raise_signal(number)
+    assert ended.value.code == 0 and signal.getsignal(number) is before
