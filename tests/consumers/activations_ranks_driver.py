@@ -1,15 +1,9 @@
-"""Engines of two ranks that round activations, and the trainer's logprobs of the tokens that they sample.
-
-    python -m tests.consumers.activations_ranks_driver DIR     writes the checkpoints
-
-`drivers.py` runs the rest.
-"""
+"""Engines of two ranks that round activations, and the trainer's logprobs of the tokens that they sample. `drivers.py`
+runs it."""
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +11,7 @@ import numpy as np
 
 from tests.consumers import engine_driver as engines
 from tests.consumers.activations_driver import FORM, logprobs
+from tests.consumers.drivers import forked
 
 KINDS = {"dense": engines.Kind("float32"), "experts": engines.Kind("float32", intermediate=64)}
 """Each rank has a part of each row that the second product of a layer, or of an expert, gets."""
@@ -78,13 +73,8 @@ def compare(root: Path) -> dict[str, dict[str, float]]:
 
 
 def drive(root: Path) -> dict[str, dict[str, float]]:
-    """Return the mean absolute differences for each kind of model, whose checkpoints another process writes: an engine
-    of several ranks forks, which is safe only before this process computes."""
-    subprocess.run([sys.executable, "-m", "tests.consumers.activations_ranks_driver", str(root)], check=True)
-    return compare(root)
-
-
-if __name__ == "__main__":
+    """Return the mean absolute differences for each kind of model. Forks write the checkpoints: an engine of several
+    ranks forks, which is safe only before this process computes."""
     for name, kind in KINDS.items():
-        (Path(sys.argv[1]) / name).mkdir()
-        write(Path(sys.argv[1]) / name, kind)
+        assert forked(write, root / f"{name}.json", root / name, kind) == 0
+    return compare(root)

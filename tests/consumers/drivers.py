@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tests.consumers import engine_driver
+from tests.imports import quick_imports
 from tidemill.consumers.replica.environment import prepare_environment
 
 
@@ -54,7 +55,8 @@ def main() -> None:
     os.dup2(2, 1)
     engine_driver.prepare()
     # Once, before the forks: the server's modules, and what numba loads for its first compiled loop.
-    import tidemill.consumers.replica.server  # noqa: F401
+    with quick_imports():
+        import tidemill.consumers.replica.server  # noqa: F401
 
     engine_driver.total({"weight": np.zeros(1, np.uint16)})
     for line in sys.stdin:

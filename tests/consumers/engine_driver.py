@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tests.consumers import replica_driver as driver
+from tests.imports import quick_imports
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.ranks import RankCoverage, handed_over
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
@@ -47,13 +48,11 @@ KINDS = {
 
 
 def prepare() -> None:
-    """Set the environment of engines and import vLLM, with garbage collection disabled during the import."""
+    """Set the environment of engines and import vLLM."""
     prepare_environment(1)
-    gc.disable()
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-    gc.enable()
+    with quick_imports():
+        import vllm.v1.engine.llm_engine
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
 def make_model(kind: Kind, directory: Path) -> Path:
@@ -120,6 +119,8 @@ class InProcess:
 
         limit_kernel_search_to_vllm()
         options = {"max_model_len": 128, "kv_cache_memory_bytes": 16 << 20, **options}
+        # Again, because the end of an earlier engine undoes it.
+        gc.freeze()
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(directory), dtype=dtype, enforce_eager=True, block_size=32, disable_log_stats=True,

@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from tests.consumers import bit_flip
+from tests.imports import quick_imports
 from tests.records import tensor_infos
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.elements import TensorChange
@@ -272,4 +273,6 @@ def save_view(view: ServingView, base: Path, directory: Path) -> Path:
 
 if __name__ == "__main__":
     prepare_environment(1)
+    with quick_imports():
+        import tidemill.consumers.replica.role  # noqa: F401
     asyncio.run(serve(json.loads(sys.argv[1])))

@@ -21,6 +21,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.imports import quick_imports
 from tidemill.schemas.records import Segment, VersionSpan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,8 @@ def sampled(directory: Path) -> list[OneSegment]:
     from tidemill.consumers.replica.plugin import limit_kernel_search_to_vllm
 
     limit_kernel_search_to_vllm()
+    # Again, because the end of an earlier engine undoes it.
+    gc.freeze()
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(directory), dtype="float32", enforce_eager=True, block_size=32, disable_log_stats=True,
@@ -121,17 +124,15 @@ def main() -> None:
     from tidemill.consumers.replica.environment import prepare_environment
 
     prepare_environment(1)
-    gc.disable()
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-    from transformers.utils import is_kernels_available
+    with quick_imports():
+        import vllm.v1.engine.llm_engine
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+        from transformers.utils import is_kernels_available
 
-    import tidemill.kernels.weights.publish  # noqa: F401
-    from tidemill.trainer.batch import pack
-    from tidemill.trainer.model import load_model, use_packed_attention
-    from tidemill.trainer.policy import frozen_logprobs
-
-    gc.enable()
+        import tidemill.kernels.weights.publish  # noqa: F401
+        from tidemill.trainer.batch import pack
+        from tidemill.trainer.model import load_model, use_packed_attention
+        from tidemill.trainer.policy import frozen_logprobs
     root = Path(sys.argv[1])
     for family in sys.argv[2:] or SERVED:
         begun = time.monotonic()
