@@ -128,7 +128,7 @@ def serving(log: Path, *arguments: str, **environment: str) -> Iterator[tuple[st
             process.wait(START_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the tokenizer that encoded the run's texts."""
     directory = tmp_path_factory.mktemp("model")
@@ -136,9 +136,10 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def view(tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) -> Iterator[View]:
-    """The page of a run that is over."""
+    """The page of a run that is over. It ends with the tests of this folder: its engine takes processor time also when
+    nobody asks."""
     directory = tmp_path_factory.mktemp("view")
     with tables_process(directory / "tables"):
         pass
