@@ -1,4 +1,4 @@
-# ruff: noqa: E402 - the modules are imported while the collector of garbage is off
+# ruff: noqa: E402 - the modules are imported while the collector of garbage is off, and an interrupt ends the process
 """The command line: `tidemill`, with one command per role, and the errors that end a command.
 
 The roles are long-running processes that only the log connects. Their commands are here, the others in modules of this
@@ -11,11 +11,17 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
+
+# During the imports an interrupt ends the process at once: Python's own handler would print a traceback.
+_interrupt = signal.getsignal(signal.SIGINT)
+if _interrupt is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Garbage collection during the imports takes a third of their time and finds no garbage.
 _looks_for_garbage = gc.isenabled()
@@ -56,6 +62,8 @@ from tidemill.compose.plan import plan
 from tidemill.schemas.log.client_settings import TRANSIENT
 from tidemill.streams.config import ProcessorName
 
+if _interrupt is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _interrupt)
 if _looks_for_garbage:
     gc.enable()
 

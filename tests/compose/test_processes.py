@@ -241,3 +241,11 @@ def test_a_parent_that_is_killed_while_it_starts_a_child_leaves_none(tmp_path: P
     parent = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_FORKS, str(tmp_path)], timeout=300, check=False)
     assert parent.returncode == -signal.SIGKILL
     until(lambda: not alive(int((tmp_path / "child").read_text("utf-8"))))
+
+
+def test_an_interrupt_during_the_imports_ends_a_command_without_a_traceback(tmp_path: Path):
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "tidemill", "topics"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
