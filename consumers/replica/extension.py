@@ -16,11 +16,12 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from multiprocessing import parent_process
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
@@ -47,6 +48,25 @@ register()
 CPUUnquantizedExperts.apply = apply_held
 CPUUnquantizedExperts.process_weights_after_loading = pack_held
 CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
+
+
+def _without_name(start: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Wrap the start of the shared memory of a CPU engine's ranks: a file loses its name after all have mapped it.
+
+    vLLM never deletes the file of a killed rank, so that each start would leave 4 or 8 MiB for each group of ranks in
+    /dev/shm, which is small in a container.
+    """
+
+    @wraps(start)
+    def started(group: Any) -> int:  # noqa: ANN401 - vLLM's group of ranks
+        handle = start(group)
+        Path("/dev/shm", f"{group.group_name}_{group.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    return started
+
+
+_CPUSHMDistributed._init_cpu_shm = _without_name(_CPUSHMDistributed._init_cpu_shm)
 
 
 class ExpertCapture:

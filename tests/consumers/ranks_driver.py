@@ -308,6 +308,12 @@ async def together(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str
     return result
 
 
+def shared_memory() -> list[str]:
+    """Return the files of vLLM's shared memory that the ranks have mapped; `(deleted)` follows one without a name."""
+    maps = [Path(f"/proc/{one.pid}/maps").read_text() for one in psutil.Process().children(recursive=True)]
+    return sorted({line.split(maxsplit=5)[5] for text in maps for line in text.splitlines() if "cpushm" in line})
+
+
 async def ending(work: Any) -> str:
     """Return the error with which a call ends."""
     try:
@@ -328,6 +334,7 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     engine = await start(a, settings)
     result: dict[str, Any] = {"start_s": time.monotonic() - started}
     versions = Versions(engine, views)
+    result["shared"] = shared_memory()
     result["first"], result["before"] = await versions.proved(), await greedy(engine)
     output = await request(engine, 2000, temperature=0, max_tokens=4)
     result["expert_ids"] = getattr(output.outputs[0].routed_experts, "shape", None)

@@ -71,6 +71,10 @@ def test_answers_contain_the_experts_of_all_tokens_but_the_last_if_there_are_exp
     assert seen["expert_ids"] == ([12 + 4 - 1, 2, 2] if seen["kind"] == "experts" else None)
 
 
+def test_no_file_of_the_ranks_shared_memory_outlasts_them(seen):
+    assert seen["shared"] and all(file.endswith(" (deleted)") for file in seen["shared"])
+
+
 def test_a_rank_killed_before_the_commit_ends_the_engine(seen):
     # The core names the rank, unless its own monitor of the ranks has ended it before the call.
     assert "rank 1 of the engine died" in seen["killed"] or seen["killed"].startswith("EngineDeadError")
