@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,20 @@ def test_models_that_packed_rows_compute_wrongly_are_refused_by_name(case: str) 
     family, changes, named = REFUSED[case]
     with pytest.raises(UntrainableModelError, match=f"{family}.* cannot be trained: .*{named}.* Choose another model"):
         use_packed_attention(make_model(family, **changes))
+
+
+def test_logits_that_a_model_scales_without_a_setting_are_refused() -> None:
+    model = make_model("Llama")
+    forward = model.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+    model.forward = scaled
+    with pytest.raises(UntrainableModelError, match="its logits are not the output of its head, but scaled or capped"):
+        use_packed_attention(model)
 
 
 @pytest.mark.parametrize("case", REFUSED)
