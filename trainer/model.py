@@ -15,6 +15,7 @@ import copy
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.functional import linear, log_softmax
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -39,6 +41,7 @@ from transformers import (
 from tidemill.trainer.attention import UntrainableModelError, packed_attention, tree_calls
 from tidemill.trainer.choices import Experts
 from tidemill.trainer.midtrain_config import ModelShape, TokenizerSettings
+from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
 
 PADDING = "<|pad|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -255,3 +258,26 @@ def _seen_problem(model: PreTrainedModel) -> str:
 
 def _apart(logits: Tensor, expected: Tensor) -> float:
     return float((log_softmax(logits, -1) - log_softmax(expected, -1)).abs().max())
+
+
+def size_of_name(name: str) -> ModelSize:
+    """Return the size of a model in a directory or on a hub, if the trainer takes it; no weights are loaded.
+
+    A directory needs only the model's `config.json`. Raises UnknownModelError, and UntrainableModelError.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # torch's grouped product needs it
+    except Exception as error:  # transformers checks few configurations: building a model of others raises any error
+        # The first line names the cause, or the place of the cause; then comes advice about tokens and versions.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        raise UnknownModelError(
+            f"no causal model {name!r}: it is no directory with a config.json that transformers knows, and the hub "
+            f"gave none ({reason}). Name a directory that holds the model's config.json: no weights are needed"
+        ) from error
+    size = size_of(model)
+    with suppress(RuntimeError):  # of a model that looks at its values, which are not there
+        use_packed_attention(model)
+    return size

@@ -9,13 +9,9 @@ left out, as in both sources.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-from tidemill.trainer.model import use_packed_attention
+from transformers import PreTrainedModel
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
@@ -143,26 +139,3 @@ def size_of(model: PreTrainedModel) -> ModelSize:
         normed_heads=any(name.endswith("q_norm.weight") for name in named),
         vocabulary=config.vocab_size,
     )
-
-
-def size_of_name(name: str) -> ModelSize:
-    """Return the size of a model in a directory or on a hub, if the trainer takes it; no weights are loaded.
-
-    A directory needs only the model's `config.json`. Raises UnknownModelError, and UntrainableModelError.
-    """
-    try:
-        config = AutoConfig.from_pretrained(name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # torch's grouped product needs it
-    except Exception as error:  # transformers checks few configurations: building a model of others raises any error
-        # The first line names the cause, or the place of the cause; then comes advice about tokens and versions.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-        raise UnknownModelError(
-            f"no causal model {name!r}: it is no directory with a config.json that transformers knows, and the hub "
-            f"gave none ({reason}). Name a directory that holds the model's config.json: no weights are needed"
-        ) from error
-    size = size_of(model)
-    with suppress(RuntimeError):  # of a model that looks at its values, which are not there
-        use_packed_attention(model)
-    return size

@@ -76,7 +76,7 @@ def plan(
         replica_host_bytes,
         trainer_host_bytes,
     )
-    from tidemill.trainer.model_size import size_of_name
+    from tidemill.trainer.model import size_of_name
 
     devices = devices_of(gpus, cpu)
     if (peak_tflops is None) != (share is None):

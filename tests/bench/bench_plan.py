@@ -127,7 +127,7 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
     """Run a trainer of this many ranks, and print the highest peak of a rank and the plan."""
     from tidemill.compose.plan.estimates import delta_estimates
     from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
-    from tidemill.trainer.model_size import size_of_name
+    from tidemill.trainer.model import size_of_name
 
     several = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *several, __file__, "--take-steps", directory, "--row-tokens", str(chosen.row_tokens)]

@@ -17,7 +17,7 @@ from tidemill.compose.cli import app
 from tidemill.compose.plan.estimates import delta_at_density, delta_at_rate
 from tidemill.compose.plan.fit import GIB, Devices, devices_of
 from tidemill.compose.plan.memory import FP32, PROCESS_BYTES, ReplicaCase, kv_bytes
-from tidemill.trainer.model_size import size_of_name
+from tidemill.trainer.model import size_of_name
 
 QWEN3_8B = Qwen3Config(
     vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def made_once() -> Iterator[None]:
     """Each model is made once for all plans: this takes longer than a plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tidemill.trainer.model_size.size_of_name", cache(size_of_name))
+        patch.setattr("tidemill.trainer.model.size_of_name", cache(size_of_name))
         yield
 
 

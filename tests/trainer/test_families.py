@@ -16,8 +16,7 @@ from tests.trainer.families import FAMILIES, ROOT, SERVED, VOCAB, OneSegment, ma
 from tidemill.trainer.attention import UntrainableModelError
 from tidemill.trainer.batch import pack
 from tidemill.trainer.config import KlSettings, TrainerSettings
-from tidemill.trainer.model import PACKED_ATTENTION, use_packed_attention
-from tidemill.trainer.model_size import size_of_name
+from tidemill.trainer.model import PACKED_ATTENTION, size_of_name, use_packed_attention
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.step import Learner
 

@@ -13,7 +13,8 @@ from tests.trainer.conftest import make_trainable, tiny_model
 from tidemill.trainer import metrics
 from tidemill.trainer.batch import pack
 from tidemill.trainer.config import KlSettings, TrainerSettings
-from tidemill.trainer.model_size import UnknownModelError, size_of, size_of_name
+from tidemill.trainer.model import size_of_name
+from tidemill.trainer.model_size import UnknownModelError, size_of
 from tidemill.trainer.step import Learner
 
 SHAPE = {"vocab_size": 100, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
