@@ -112,9 +112,6 @@ CATALOGUE: Mapping[Topic, TopicSpec] = {
 
 _TOPICS = {topic.value: topic for topic in Topic}
 
-CREATE_TOPICS = "create the topics with `tidemill topics --create`"
-"""What to do about a missing topic, for error messages."""
-
 DEAD_LETTER_SUFFIX = ".dlq"
 DEAD_LETTER_RETENTION_MS = 90 * DAY_MS
 

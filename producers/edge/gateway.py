@@ -45,10 +45,10 @@ from tidemill.producers.feedback.event import FeedbackMaker, FeedbackNotDelivere
 from tidemill.producers.feedback.producer import FLUSH_S
 from tidemill.producers.feedback.queue import FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.schemas.catalogue import CREATE_TOPICS
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
+from tidemill.schemas.log.client_settings import CREATE_TOPICS
 from tidemill.schemas.shutdown import stop_on_signals
 
 log = logging.getLogger(__name__)

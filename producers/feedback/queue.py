@@ -19,10 +19,10 @@ from functools import partial
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tidemill.producers.feedback.event import FailedEvent, FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
-from tidemill.schemas.catalogue import CREATE_TOPICS, Names, Topic, feedback_key
+from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import producer_settings
+from tidemill.schemas.log.client_settings import CREATE_TOPICS, producer_settings
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import Feedback
 

@@ -21,6 +21,8 @@ DELIVERY_TIMEOUT_MS = 120_000
 LOG_WAIT_S = 2 * DELIVERY_TIMEOUT_MS / 1000
 """Maximum duration of one iteration of a loop that writes, however slow the log is; a longer one means a hang."""
 METADATA_TIMEOUT_S = 20.0
+CREATE_TOPICS = "create the topics with `tidemill topics --create`"
+"""The remedy for a missing topic, for error messages."""
 RETRY_S = 0.05
 TRANSIENT = frozenset(
     {

@@ -14,11 +14,11 @@ from typing import Any, Protocol, Self
 
 from confluent_kafka import KafkaError, Message, Producer, cimpl
 
-from tidemill.schemas.catalogue import CREATE_TOPICS, Names, Topic
+from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import AccessRefused, check_access
-from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
+from tidemill.schemas.log.client_settings import CREATE_TOPICS, DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Record
 

@@ -12,9 +12,15 @@ from typing import TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from tidemill.schemas.catalogue import CREATE_TOPICS
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT, Partition, groupless_settings
+from tidemill.schemas.log.client_settings import (
+    CREATE_TOPICS,
+    METADATA_TIMEOUT_S,
+    RETRY_S,
+    TRANSIENT,
+    Partition,
+    groupless_settings,
+)
 
 Asked = TypeVar("Asked")
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from tidemill.schemas.catalogue import CREATE_TOPICS, Names, Topic, co_partitioned, is_compacted, tick_key
+from tidemill.schemas.catalogue import Names, Topic, co_partitioned, is_compacted, tick_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.access import check_access
 from tidemill.schemas.log.admin import admin_client, wait_until_led
-from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
+from tidemill.schemas.log.client_settings import CREATE_TOPICS, METADATA_TIMEOUT_S, Partition
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.producer import dead_letter_of
 from tidemill.schemas.record_class import record
