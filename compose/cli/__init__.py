@@ -13,8 +13,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -59,6 +57,7 @@ from tidemill.compose.options import (
     with_settings,
 )
 from tidemill.compose.plan import plan
+from tidemill.consumers.replica.environment import prepare_environment, quick_imports
 from tidemill.schemas.log.client_settings import TRANSIENT
 from tidemill.streams.config import ProcessorName
 
@@ -66,17 +65,6 @@ if _interrupt is signal.default_int_handler:
     signal.signal(signal.SIGINT, _interrupt)
 if _looks_for_garbage:
     gc.enable()
-
-
-@contextmanager
-def _quickly() -> Iterator[None]:
-    """Disable garbage collection during imports, because it takes a third of their time, and later of their objects."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def serve(
@@ -92,11 +80,9 @@ def serve(
     """
     settings = begin_role(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
                       replica__pool=pool)  # fmt: skip
-    from tidemill.consumers.replica.environment import prepare_environment
-
     # vLLM, which the role imports, reads its environment when it is imported.
     prepare_environment(settings.replica.threads, settings.replica.batch_invariant)
-    with _quickly():
+    with quick_imports():
         from tidemill.consumers.replica.role import serve as serve_replica
 
     serve_replica(settings.kafka, settings.run, settings.replica, settings.chat)
@@ -204,13 +190,13 @@ def train(
     """
     if phase == "midtrain":
         settings = begin_role(settings_of, midtrain__output=model)
-        with _quickly():
+        with quick_imports():
             from tidemill.trainer import midtrain
 
         midtrain.run(settings.kafka, settings.run, settings.midtrain, settings.chat)
         return
     settings = begin_role(settings_of, trainer__model=model, run__max_steps=max_steps)
-    with _quickly():
+    with quick_imports():
         from tidemill.trainer.run import run
 
     run(settings.kafka, settings.run, settings.store, settings.trainer)

@@ -1,15 +1,19 @@
-"""Environment of the engine, set before vLLM is imported (`vllm.envs` reads most variables once, at import).
+"""Environment of the engine, set before vLLM is imported (`vllm.envs` reads most variables once, at import), and a way
+to import large libraries in less time.
 
-Reasons: for one rank the multiprocessing executor would add a process and two hops to every call (for several ranks
-vLLM uses it in any case); ranks that share a NUMA node cannot be bound to separate nodes; the one compiled logprob
-helper costs seconds at the first request; splitting the KV loop over threads makes a token's logprob depend on the
-thread count; and the integer-GiB cache variable would override `kv_cache_memory_bytes`.
+Reasons for the variables: for one rank the multiprocessing executor would add a process and two hops to every call
+(for several ranks vLLM uses it in any case); ranks that share a NUMA node cannot be bound to separate nodes; the one
+compiled logprob helper costs seconds at the first request; splitting the KV loop over threads makes a token's logprob
+depend on the thread count; and the integer-GiB cache variable would override `kv_cache_memory_bytes`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PARENT_VARIABLE = "TIDEMILL_ENGINE_PARENT"
 """Process id of the server, so that its engine core ends with it."""
@@ -70,3 +74,15 @@ def prepare_environment(threads: int, batch_invariant: bool = False) -> None:
         raise RuntimeError(
             f"numerics.batch_invariant: vLLM has no such engine for {current_platform.device_name}; set it to false"
         )
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Disable garbage collection during imports, because it takes a third of their time, and exclude the imported
+    objects from later collections: vLLM collects several times while an engine starts."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from tests.consumers import engine_driver
-from tests.imports import quick_imports
-from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.consumers.replica.environment import prepare_environment, quick_imports
 
 
 def forked(work: Callable[..., Any], found: Path, *arguments: Any) -> int:

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from tests.consumers import replica_driver as driver
-from tests.imports import quick_imports
-from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.consumers.replica.environment import prepare_environment, quick_imports
 from tidemill.consumers.replica.ranks import RankCoverage, handed_over
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec, Weight

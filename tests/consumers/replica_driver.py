@@ -25,9 +25,8 @@ import torch
 import xxhash
 
 from tests.consumers import bit_flip
-from tests.imports import quick_imports
 from tests.records import tensor_infos
-from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.consumers.replica.environment import prepare_environment, quick_imports
 from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.bits import total_fingerprint

@@ -28,18 +28,16 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, WeightAck
 
 ROLE = """
-import gc, json, logging, sys
+import json, logging, sys
 logging.basicConfig(level=logging.INFO)
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.consumers.replica.environment import prepare_environment, quick_imports
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 kafka, run_, replica = json.loads(sys.argv[1])
 settings = ReplicaSettings(**replica)
 prepare_environment(settings.threads, settings.batch_invariant)
-gc.disable()
-from tidemill.consumers.replica.role import serve
-gc.freeze()
-gc.enable()
+with quick_imports():
+    from tidemill.consumers.replica.role import serve
 serve(KafkaSettings(**kafka), RunSettings(**run_), settings, ChatSettings())
 """
 

@@ -21,7 +21,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tests.imports import quick_imports
 from tidemill.schemas.records import Segment, VersionSpan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +120,7 @@ def sampled(directory: Path) -> list[OneSegment]:
 
 def main() -> None:
     """See the module's docstring."""
-    from tidemill.consumers.replica.environment import prepare_environment
+    from tidemill.consumers.replica.environment import prepare_environment, quick_imports
 
     prepare_environment(1)
     with quick_imports():
