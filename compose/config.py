@@ -314,7 +314,6 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
 def check_variables() -> None:
     """Raise ValueError for a variable of the environment that names no setting, which the library would ignore."""
     sections: dict[str, Any] = {name: field.annotation for name, field in TidemillSettings.model_fields.items()}
-    known = [f"{PREFIX}{name}__{key}".upper() for name, section in sections.items() for key in section.model_fields]
     for variable, value in os.environ.items():
         name, delimiter, _ = variable.lower().removeprefix(PREFIX.lower()).partition("__")
         if not variable.upper().startswith(PREFIX) or name in sections:
@@ -323,6 +322,8 @@ def check_variables() -> None:
             raise ValueError(f"environment variable {variable}: there is no section {name!r}")
         of_kubernetes = SERVICE_NAME.search(variable) or SERVICE_VALUE.match(value)
         if name.partition("_")[0] in sections and not of_kubernetes:
+            keys = ((section, key) for section, model in sections.items() for key in model.model_fields)
+            known = [f"{PREFIX}{section}__{key}".upper() for section, key in keys]
             closest = difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0)[0]
             raise ValueError(f"environment variable {variable}: no setting has this name; the closest is {closest}")
 

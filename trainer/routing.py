@@ -117,8 +117,8 @@ class RoutingReplay:
 def _plausible_ids(logits: Tensor, own: Tensor, recorded: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Return the ids to use, i8[L, top_k], and the number of tokens whose ids were replaced, i8[].
 
-    An expert in `asked` counts as implausible if its probability is below `share` of the smallest one among the
-    router's own experts; it is replaced by the most probable expert that is not in `asked`.
+    An expert in `recorded` counts as implausible if its probability is below `share` of the smallest one among the
+    router's own experts; it is replaced by the most probable expert that is not in `recorded`.
     """
     if not share:
         return recorded, recorded.new_zeros(())

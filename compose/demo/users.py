@@ -228,7 +228,7 @@ Say = Callable[[UserActivity], None]
 def run(
     kafka: KafkaSettings, product: ProductSettings, settings: UsersSettings, upcoming: Iterator[Question], say: Say
 ) -> None:
-    """Let users ask `asked` until it ends, or until SIGINT or SIGTERM.
+    """Let users ask the `upcoming` questions until they end, or until SIGINT or SIGTERM.
 
     Raises:
         ValueError, TaskError: with these settings there are no users or no questions.
@@ -252,7 +252,7 @@ def run(
 
 
 async def simulate(settings: UsersSettings, product: ServedProduct, upcoming: Iterator[Question], say: Say) -> None:
-    """Hold the conversations of `asked` with a product until they end, or a signal or the caller ends them."""
+    """Hold the conversations of the `upcoming` questions with a product, until they, a signal or the caller end it."""
     crowd = SimulatedUsers(settings, product)
     asking = asyncio.create_task(crowd.ask(upcoming))
 

@@ -112,8 +112,8 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             except RuntimeError as error:
                 reason = (fault.read_text() if fault.is_file() else str(error)).rstrip(". ")
                 raise RuntimeError(
-                    f"vLLM's engine cannot start: {reason}. Change the model or the settings of [replica], which are "
-                    "vLLM's arguments: replica.kv_cache_mb for its KV cache, replica.max_model_len, replica.vllm_args"
+                    f"vLLM's engine cannot start: {reason}. Change the model, or vLLM's arguments in [replica]: for "
+                    "example kv_cache_mb (the memory of the KV cache), max_model_len or vllm_args"
                 ) from error
             finally:
                 del os.environ[FAULT_VARIABLE]

@@ -51,10 +51,10 @@ CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scat
 
 
 def _without_name(start: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Wrap the start of the shared memory of a CPU engine's ranks: a file loses its name after all have mapped it.
+    """Wrap the start of the shared memory of a CPU engine's ranks: delete a file's name after all ranks have mapped it.
 
-    vLLM never deletes the file of a killed rank, so that each start would leave 4 or 8 MiB for each group of ranks in
-    /dev/shm, which is small in a container.
+    vLLM does not delete the file of a killed rank: each of them would leave 4 or 8 MiB in /dev/shm, which is small in a
+    container.
     """
 
     @wraps(start)

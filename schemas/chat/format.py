@@ -168,10 +168,10 @@ def load_chat_format(uri: str, settings: ChatSettings) -> ChatFormat:
 
 
 def _require_ids_of_model(root: str, tokenizer: Tokenizer, written: str, model: Mapping[str, Any]) -> None:
-    """Raise ValueError if a prompt can have ids from the model's vocab_size on.
+    """Raise ValueError if the tokenizer can give a prompt ids that the model does not have.
 
     Args:
-        written: what the template writes. Another added token, for padding or an image, may have such an id.
+        written: the texts that the template writes. Other added tokens, for padding or images, may have larger ids.
         model: the content of config.json; empty if the directory has none.
     """
     own = model.get("text_config", model)
