@@ -201,6 +201,11 @@ class RunSettings(Section):
         return self
 
 
+CHATML = "chatml"
+CHATML_TOKENS = ("<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>")
+"""Tokens of the built-in template; the last one ends a turn."""
+
+
 class ChatSettings(Section):
     """The conversion of conversations into tokens. All roles of a run need the same settings."""
 

@@ -32,8 +32,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.chat.format import CHATML, chat_template_source
-from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
+from tidemill.schemas.chat.format import chat_template_source
+from tidemill.schemas.config import CHATML, ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document

@@ -6,8 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from tidemill.schemas.chat.format import CHATML_TOKENS
-from tidemill.schemas.config import Section
+from tidemill.schemas.config import CHATML_TOKENS, Section
 
 
 class ModelShape(Section):

@@ -23,10 +23,10 @@ from tidemill.producers.environments.base import EnvironmentFailed, TaskQuery, c
 from tidemill.producers.environments.check import ScriptedPolicy, check_environment, task_of
 from tidemill.producers.environments.find import listed
 from tidemill.producers.environments.open import open_environment
-from tidemill.schemas.chat.format import CHATML_TOKENS, chatml, load_chat_format
+from tidemill.schemas.chat.format import chatml, load_chat_format
 from tidemill.schemas.chat.messages import checked_tools
 from tidemill.schemas.chat.template import ChatTemplate
-from tidemill.schemas.config import ChatSettings, EnvironmentEntry
+from tidemill.schemas.config import CHATML_TOKENS, ChatSettings, EnvironmentEntry
 
 env_app = typer.Typer(no_args_is_help=True, help="Environments: list, show, try and check them.")
 

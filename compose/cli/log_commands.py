@@ -18,6 +18,7 @@ from tidemill.compose.options import (
     key_values,
     settings_from,
     with_reachable_log,
+    with_settings,
 )
 from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, utc, working
 from tidemill.schemas.clock import to_us
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tidemill.consumers.operate.trace.versions import Ended, TracedVersion
 
 
+@with_settings
 def topics(
     settings_of: SettingsOf,
     create: Annotated[bool, typer.Option("--create", help="Create the topics that are missing.")] = False,
@@ -52,6 +54,7 @@ def topics(
         raise typer.Exit(1)
 
 
+@with_settings
 def audit(
     settings_of: SettingsOf,
     as_json: JsonOption = False,
@@ -125,6 +128,7 @@ def audit(
     raise typer.Exit(0 if report.passed else 1)
 
 
+@with_settings
 def trace(
     settings_of: SettingsOf,
     name: Annotated[

@@ -20,10 +20,10 @@ from tidemill.compose.config import CorpusSettings
 from tidemill.producers.environments.base import Policy, Reply, Split, TaskQuery, split_of
 from tidemill.producers.environments.ledger import CALCULATOR, CEILING, LedgerEnvironment, LedgerTask, parse_ledger
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.chat.format import CHATML, CHATML_TOKENS, chat_template_source
+from tidemill.schemas.chat.format import chat_template_source
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.chat.template import ChatTemplate
-from tidemill.schemas.config import HELD_OUT_ONE_IN, ChatSettings, KafkaSettings, RunSettings
+from tidemill.schemas.config import CHATML, CHATML_TOKENS, HELD_OUT_ONE_IN, ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Document, Mode, Task
 

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from tidemill.compose.options import SettingsOf, given
+from tidemill.compose.options import SettingsOf, given, with_settings
 from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows
 from tidemill.consumers.replica.config import EngineDtype
 from tidemill.trainer.choices import Compute, ServingFormat
 
 
+@with_settings
 def plan(
     settings_of: SettingsOf,
     model: Annotated[

@@ -19,13 +19,10 @@ from tokenizers.decoders import DecodeStream
 
 from tidemill.schemas.chat.messages import NO_TOOLS, Message, Tools
 from tidemill.schemas.chat.template import ChatTemplate, TemplateRefused
-from tidemill.schemas.config import ChatSettings
+from tidemill.schemas.config import CHATML, ChatSettings
 from tidemill.schemas.record_class import record
 
 TOKENIZER_FILE = "tokenizer.json"
-CHATML = "chatml"
-CHATML_TOKENS = ("<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>")
-"""Tokens of the built-in template; the last one ends a turn."""
 THOUGHT = ("<think>", "</think>")
 REMEMBERED, LONG = 512, 2**16
 """Number of cached opening prompts, which all rollouts of a group share, and greatest number of their characters."""

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from tests.producers.feedback_support import DEADLINE_S, StallingLog, stalling_log
 from tests.producers.rollout import agents
 from tidemill.producers import AsyncFeedbackProducer, FeedbackProducer
-from tidemill.schemas.chat.format import CHATML_TOKENS, ChatFormat, chatml, load_chat_format
-from tidemill.schemas.config import ChatSettings
+from tidemill.schemas.chat.format import ChatFormat, chatml, load_chat_format
+from tidemill.schemas.config import CHATML_TOKENS, ChatSettings
 
 END = CHATML_TOKENS[-1]
 

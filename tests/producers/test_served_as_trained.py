@@ -17,9 +17,10 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import Completion
 from tidemill.producers.sampling.replicas import ReplicaIdentity
-from tidemill.schemas.chat.format import CHATML_TOKENS, chatml
+from tidemill.schemas.chat.format import chatml
 from tidemill.schemas.chat.messages import checked_message
 from tidemill.schemas.chat.serving import ChatServer
+from tidemill.schemas.config import CHATML_TOKENS
 from tidemill.schemas.records import VersionSpan
 
 PATH = "/v1/chat/completions"

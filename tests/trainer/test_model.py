@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tidemill.schemas.chat.format import CHATML_TOKENS, chatml
+from tidemill.schemas.chat.format import chatml
+from tidemill.schemas.config import CHATML_TOKENS
 from tidemill.trainer.midtrain_config import ModelShape, TokenizerSettings
 from tidemill.trainer.model import build_model, load_model, save_checkpoint, train_tokenizer
 
