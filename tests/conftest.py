@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ gc.disable()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Read when torch is imported. Parallel processes that each use every core wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it runs in the background with interrupts ignored. The processes that tests start inherit
+    # that, and some tests interrupt them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXTERNAL = "TIDEMILL_KAFKA__BOOTSTRAP"
 

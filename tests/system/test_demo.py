@@ -102,13 +102,7 @@ def test_nothing_is_left_running(finished: Finished):
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_demonstration_that_is_ended_early_leaves_nothing_running(tmp_path: Path, sent: signal.Signals, status: int):
     with (tmp_path / "demo.log").open("wb") as stream:
-        # A shell's background jobs ignore the interrupt, and their child processes inherit that.
-        process = subprocess.Popen(
-            demo_command(tmp_path, SMALL),
-            stdout=stream,
-            stderr=stream,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        process = subprocess.Popen(demo_command(tmp_path, SMALL), stdout=stream, stderr=stream)
     until(lambda: len({role_of(p) for p in descendants(process.pid)} - {""}) >= 1, "a role", DEADLINE_S)
     # A process that was just forked has the command of its parent until it runs its own.
     until(lambda: len(belonging_to(tmp_path)) >= 4, "the demonstration, its guard, a broker and a role", DEADLINE_S)
