@@ -5,7 +5,8 @@ arrives. It seeks back to chunks that are not, and seeks past chunks that no cal
 
 - a shard that is read to its end gives all of its bytes, in order, and no bytes of another version;
 - the chunks in memory stay below a limit for a delta of any size: they are returned and released one by one;
-- several shards may be read at the same time, each by its own thread.
+- several shards may be read at the same time, each by its own thread. Those of one partition are read one after the
+  other: each would seek away from the chunks that another one waits for.
 
 `open_fetcher` reads over several connections, each for its share of the partitions: a client has one connection to a
 broker, whose window grows with every round trip and shrinks with every loss, so that one connection is slow over a
@@ -18,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import Condition
+from threading import Condition, Lock
 
 import xxhash
 
@@ -73,6 +74,8 @@ class ChunkFetcher:
         self._wanted: set[Place] = set()
         self._arrived = 0.0
         self._lock = Condition()
+        self._turns: dict[int, Lock] = {}
+        """By partition; held while a shard of it is read."""
 
     def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
         """Yield the bytes of one shard of a delta that makes `manifest`'s version, in order; all, unless it raises.
@@ -100,9 +103,15 @@ class ChunkFetcher:
         places = [(shard.partition, offset) for offset in shard.offsets]
         with self._lock:
             self._wanted.update(places)
+            turn = self._turns.setdefault(shard.partition, Lock())
         try:
-            for sequence, place in enumerate(places):
-                yield _payload(manifest, shard, sequence, self._take(place))
+            while not turn.acquire(timeout=_POLL_S):
+                self._interrupt()
+            try:
+                for sequence, place in enumerate(places):
+                    yield _payload(manifest, shard, sequence, self._take(place))
+            finally:
+                turn.release()
         finally:
             with self._lock:
                 self._wanted.difference_update(places)

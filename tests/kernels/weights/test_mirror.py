@@ -1,6 +1,7 @@
 """The mirror follows anchors and deltas, forwards and back, bit for bit, for every element type; reading of deltas."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from threading import Barrier
@@ -262,6 +263,28 @@ def test_shards_are_decoded_at_the_same_time():
     changes, _ = decoder.decode(delta, pieces, lambda block: ())
     decoder.close()
     assert changes == ()
+
+
+class SlowLog(driver.MemoryLog):
+    """A log whose first poll after a seek returns nothing, like one at the end of a long link."""
+
+    def seek(self, topic, partition, offset):
+        super().seek(topic, partition, offset)
+        self.pending = True
+
+    def poll(self, timeout_s, max_records):
+        pending, self.pending = getattr(self, "pending", False), False
+        return [] if pending else super().poll(timeout_s, max_records)
+
+
+def test_two_shards_of_one_partition_do_not_take_each_others_seeks_for_a_deleted_chunk():
+    many = ManyChunks(2)
+    many.log = SlowLog(many.log.located, at=len(many.log.located))
+    # The pause between two polls lets the other thread seek before the sought chunk has arrived.
+    fetcher = ChunkFetcher(many.log, 60.0, interrupt=lambda: time.sleep(0.005))
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda shard: many.read(fetcher, shard), range(2)))
+    assert sum(map(len, found)) == many.manifest.delta_bytes and not fetcher._held
 
 
 def test_an_error_of_one_shard_ends_the_others():
