@@ -3,7 +3,8 @@
 Invariants:
 
 - the outcome is a function of the partition's log prefix alone: no wall clock, no randomness except group ids as seeds;
-- a group closes once, by size or by event-time deadline; a later record is a duplicate or late;
+- a group closes once, by size or by event-time deadline; a later record is a duplicate or late, and a group has no more
+  rollouts than its size, late ones included;
 - members are a set keyed by rollout_id, so that a record delivered twice changes nothing;
 - entries that are newer than their head give the same outputs: older versions wrote such states.
 
@@ -222,6 +223,9 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
         header = GroupHeader.of(rollout)
         if isinstance(group, DoneGroup):
             if name not in group.rollout_ids:
+                # Otherwise the marker would grow with each record, and at last would not fit into one.
+                if len(group.rollout_ids) >= rollout.group_size:
+                    return f"its group is closed and has {len(group.rollout_ids)} rollouts already"
                 group.rollout_ids.add(name)
                 self._store.save(group)
                 self._emit(OpenGroup(group.key, self._partition, header, {name: member}), CloseReason.LATE)

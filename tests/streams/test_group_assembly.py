@@ -107,6 +107,15 @@ def test_late_rollout_is_a_group_of_one_and_written_once():
     assert [m.rollout_id for m in late.members] == ["g/001"]
 
 
+def test_a_closed_group_has_no_more_rollouts_than_its_size():
+    first, second = (rollout("g", index, group_size=2) for index in (0, 1))
+    another = replace(second, rollout_id="g/another")
+    records = [located(one, at) for at, one in enumerate([first, second, another, second])]
+    closed, refused = observe_all(records)
+    assert closed.record.closed_by is CloseReason.SIZE
+    assert refused.located is records[2] and "has 2 rollouts already" in refused.reason
+
+
 def test_a_group_that_opens_past_its_deadline_closes_at_once():
     (group,) = groups_of(observe_all([located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=6_000)]))
     assert (group.closed_by, len(group.members)) == (CloseReason.DEADLINE, 1)
