@@ -89,25 +89,32 @@ class Hostile(Environment):
     async def waits_for_policy(self, policy, _word):
         await policy.chat([{"role": "user", "content": "never"}])
 
-    # It hangs.
+    # It hangs. The file `hangs` says that it has begun to.
 
     async def hangs(self, _policy, _word):
+        Path("hangs").touch()
         while True:
             pass
 
     async def hangs_with_the_lock(self, policy, _word):
         await policy.chat([ASK])
+        Path("hangs").touch()
         return score(eval("9**9**9**9"))
 
     async def hangs_asleep(self, policy, _word):
         await policy.chat([ASK])
+        Path("hangs").touch()
         time.sleep(1e6)
 
     async def hangs_in_a_task(self, policy, _word):
         await asyncio.gather(policy.chat([ASK]), asyncio.create_task(self.hangs_with_the_lock(policy, "")))
 
     async def hangs_in_a_timer(self, _policy, _word):
-        asyncio.get_running_loop().call_later(0.01, time.sleep, 1e6)
+        def sleep():
+            Path("hangs").touch()
+            time.sleep(1e6)
+
+        asyncio.get_running_loop().call_later(0.01, sleep)
         await asyncio.sleep(1e6)
 
     async def works_in_a_thread(self, policy, _word):
@@ -122,6 +129,7 @@ class Hostile(Environment):
     async def hangs_in_a_thread(self, policy, _word):
         def work():
             time.sleep(0.3)  # until the event loop is idle
+            Path("hangs").touch()
             return eval("9**9**9**9")
 
         await policy.chat([ASK])

@@ -46,7 +46,8 @@ HOSTILE = "hostile_environments:Hostile"
 LIMITS = RolloutSettings(environment_timeout_s=30.0)
 SHORT = RolloutSettings(environment_timeout_s=6.0)
 """For episodes that hang. A slow machine may not run a process for 5 s, which must not look like a hang."""
-HUNG = f"environment {HOSTILE} hung: no answer within 6 s"
+HUNG = f"environment {HOSTILE} hung: no answer within 1 s"
+"""The error of an episode that hangs, if `hang` has shortened the wait."""
 NEVER_S = 120.0
 
 
@@ -99,6 +100,15 @@ async def outcome(hosted, payload: str, policy=None):
         return error
 
 
+async def hang(hosted, payload: str = "hangs", policy=None):
+    """Return the error of an episode that hangs. Once it does, the wait for its answer is shortened."""
+    playing = asyncio.create_task(outcome(hosted, payload, policy))
+    process = hosted._processes[-1]
+    await until_async(Path(f"/proc/{process.hello.process}/cwd/hangs").exists)
+    process._answer_s = 1.0
+    return await playing
+
+
 def play_one(payload: str, limits: RolloutSettings = LIMITS, policy=None, **options):
     """Return the outcome of an episode, and check that another one is played normally after it."""
 
@@ -127,7 +137,7 @@ def with_bystanders(payloads: list[str], limits: RolloutSettings, count: int = 1
         hosted = await start(limits=limits)
         waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(count)]
         turn = asyncio.create_task(outcome(hosted, "waits_for_policy"))
-        culprit = asyncio.create_task(outcome(hosted, payload))
+        culprit = asyncio.create_task((hang if payload.startswith("hangs") else outcome)(hosted, payload))
         others = [asyncio.create_task(bystander(hosted)) for _ in range(count)]
         found = await culprit
         lost = await asyncio.gather(*waiting, turn)
@@ -272,27 +282,6 @@ async def test_an_episode_that_is_cancelled_here_is_cancelled_there():
     await hosted.close()
 
 
-async def test_a_process_whose_episode_ignores_its_cancellation_gets_no_more_episodes(temporary):
-    hosted = await start(limits=SHORT)
-    policy = FakePolicy()
-    stays = asyncio.create_task(outcome(hosted, "waits"))
-    ignores = asyncio.create_task(hosted.play(task("ignores_cancellation"), policy))
-    await until_async(lambda: policy.calls)
-    ignores.cancel()
-    await asyncio.wait([ignores], timeout=60)
-    assert ignores.cancelled(), "the caller does not wait for the episode"
-    first = hosted._processes[-1]
-    await until_async(lambda: first.retired)
-    assert not stays.done()
-    assert (await outcome(hosted, "good")).total == 2.0
-    assert hosted._processes[-1] is not first
-    stays.cancel()
-    await asyncio.wait([stays])
-    await until_async(lambda: first.over)
-    assert (await outcome(hosted, "good")).total == 2.0
-    await hosted.close()
-
-
 # Opening.
 
 
@@ -395,7 +384,7 @@ def test_an_episode_that_hangs_fails_though_its_process_cannot_be_killed(monkeyp
         keeper = hosted._processes[-1]._spawned._keeper
         os.kill(keeper.pid, signal.SIGSTOP)
         try:
-            return await outcome(hosted, "hangs")
+            return await hang(hosted)
         finally:
             os.kill(keeper.pid, signal.SIGCONT)
             await hosted.close()
@@ -418,10 +407,9 @@ async def test_a_score_from_before_another_episode_hangs_is_kept():
             return Reply({"role": "assistant", "content": "fine"}, "stop")
 
     policy = Together()
-    payloads = [*["asks"] * 4, "hangs_with_the_lock"]
-    found = await asyncio.gather(*(outcome(hosted, each, policy) for each in payloads))
+    others = [outcome(hosted, "asks", policy) for _ in range(4)]
+    *scored, hung = await asyncio.gather(*others, hang(hosted, "hangs_with_the_lock", policy))
     await hosted.close()
-    *scored, hung = found
     assert "hung" in str(hung)
     assert [each.total for each in scored] == [1.0] * 4
 
@@ -430,21 +418,29 @@ async def test_a_hang_of_the_loop_is_not_attributed_to_a_busy_thread():
     hosted = await start(limits=SHORT)
     working = asyncio.create_task(outcome(hosted, "works_in_a_thread"))
     await asyncio.sleep(0.2)
-    found = await outcome(hosted, "hangs")
+    found = await hang(hosted)
     await hosted.close()
     working = await working
     assert "hung" in str(found) and type(found) is EnvironmentHung
     assert type(working) is ProcessLost
 
 
-async def test_many_long_steps_are_not_a_hang():
+async def a_hang_is_found_after_the_configured_time():
+    hosted = await start(limits=SHORT)
+    began = time.monotonic()
+    assert "hung: no answer within 6 s" in str(await outcome(hosted, "hangs_asleep"))
+    assert time.monotonic() - began > 5.0
+    await hosted.close()
+
+
+async def many_long_steps_are_not_a_hang():
     hosted = await start(limits=SHORT)
     found = await asyncio.gather(*(outcome(hosted, "long_step 0.8") for _ in range(10)))
     await hosted.close()
     assert {each.total for each in found} == {1.0}
 
 
-async def test_a_stopped_worker_fails_no_episode():
+async def a_stopped_worker_fails_no_episode():
     hosted = await start(limits=SHORT)
     playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
     waiting = asyncio.create_task(outcome(hosted, "waits"))
@@ -456,6 +452,37 @@ async def test_a_stopped_worker_fails_no_episode():
     waiting.cancel()
     await asyncio.wait([waiting])
     await hosted.close()
+
+
+async def an_episode_that_ignores_its_cancellation_gets_no_company():
+    hosted = await start(limits=SHORT)
+    policy = FakePolicy()
+    stays = asyncio.create_task(outcome(hosted, "waits"))
+    ignores = asyncio.create_task(hosted.play(task("ignores_cancellation"), policy))
+    await until_async(lambda: policy.calls)
+    ignores.cancel()
+    await asyncio.wait([ignores], timeout=60)
+    assert ignores.cancelled(), "the caller does not wait for the episode"
+    first = hosted._processes[-1]
+    await until_async(lambda: first.retired)
+    assert not stays.done()
+    assert (await outcome(hosted, "good")).total == 2.0
+    assert hosted._processes[-1] is not first
+    stays.cancel()
+    await asyncio.wait([stays])
+    await until_async(lambda: first.over)
+    assert (await outcome(hosted, "good")).total == 2.0
+    await hosted.close()
+
+
+async def test_the_answer_timeout():
+    """What takes the whole of it, side by side; the worker that stops has its own event loop."""
+    await asyncio.gather(
+        asyncio.to_thread(asyncio.run, a_stopped_worker_fails_no_episode()),
+        a_hang_is_found_after_the_configured_time(),
+        many_long_steps_are_not_a_hang(),
+        an_episode_that_ignores_its_cancellation_gets_no_company(),
+    )
 
 
 # Ending the process.
@@ -582,7 +609,7 @@ async def test_processes_that_an_environment_started_end_with_it(end):
     started = [psutil.Process(int(each.total)) for each in scores]
     assert all(each.is_running() for each in started)
     if end == "hang":
-        assert "hung" in str(await outcome(hosted, "hangs"))
+        assert "hung" in str(await hang(hosted))
         await until_async(lambda: not any(each.is_running() for each in started))
     await hosted.close()
     assert not any(each.is_running() for each in started)
