@@ -145,12 +145,13 @@ class ReadingGuard:
     Args:
         name: name of the reader, for messages.
         kafka: the log, and how long a partition with records to read may make no progress.
+        isolation: isolation level of the consumer.
     """
 
-    def __init__(self, consumer: Consumer, name: str, kafka: KafkaSettings) -> None:
+    def __init__(self, consumer: Consumer, name: str, kafka: KafkaSettings, isolation: str = "read_committed") -> None:
         self._consumer = consumer
         self._name = name
-        self._ends = EndsClient(kafka, f"{name}, ends")
+        self.log = EndsClient(kafka, f"{name}, ends", isolation)
         self._watch = ReadingWatch(kafka.stall_timeout_s, time.monotonic())
         self._troubles: list[LookupError] = []
         self._warned: set[Partition] = set()
@@ -207,7 +208,7 @@ class ReadingGuard:
         if not self._watch.due(time.monotonic()):
             return
         try:
-            ends = self._ends.ends(positions, LOOK_TIMEOUT_S)
+            ends = self.log.ends(positions, LOOK_TIMEOUT_S)
         except KafkaException as error:
             silent_s = self._watch.unanswered(time.monotonic())
             if silent_s is not None:
@@ -234,4 +235,4 @@ class ReadingGuard:
         self._watch.rest()
 
     def close(self) -> None:
-        self._ends.close()
+        self.log.close()

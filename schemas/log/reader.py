@@ -26,7 +26,8 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position, consumed_rec
 from tidemill.schemas.log.guard import ReadingGuard
 from tidemill.schemas.log.watermarks import offset_since, partitions_of, watermarks
 
-READ_WAIT_S = 0.1
+READ_WAIT_S = 0.02
+"""Maximum time for which `read_until` waits for more messages before it compares the offsets."""
 SILENCE_S = 60.0
 """Maximum time to wait for the log to deliver any of the existing records."""
 AT_ONCE = 50
@@ -59,7 +60,7 @@ class PartitionReader:
         # needed because the last offsets of a partition may contain no message.
         own = {"auto.offset.reset": "error", "enable.partition.eof": True, "isolation.level": isolation}
         self.client = Consumer(groupless_settings(kafka, client_id, fetch_bytes) | own)
-        self._guard = ReadingGuard(self.client, client_id, kafka)
+        self._guard = ReadingGuard(self.client, client_id, kafka, isolation)
         self._limit_bytes = kafka.read_ahead_bytes
         self._may_have_holes = frozenset(may_have_holes)
         self._next: dict[Partition, int] = {}
@@ -136,9 +137,10 @@ class PartitionReader:
     def next_offsets(self) -> Mapping[Partition, int]:
         return self._next
 
-    def ends(self) -> dict[Partition, int]:
-        """Return the end of each partition: the offset that its next record will have."""
-        return {partition: watermarks(self.client, partition)[1] for partition in self._next}
+    def ends(self, partitions: Iterable[Partition] | None = None) -> dict[Partition, int]:
+        """Return the end of these or of all partitions: the offset that the next record of each will have."""
+        bounds = self._guard.log.bounds(self._next if partitions is None else partitions)
+        return {partition: high for partition, (_, high) in bounds.items()}
 
     def read_until(
         self, ends: Mapping[Partition, int], silence_s: float = SILENCE_S, at_once: int = 500
@@ -322,7 +324,7 @@ class LogReader:
         partition, offset = self._full(Topic(position.topic), position.partition), position.offset
         where = f"{position.topic}[{position.partition}]"
         following = self._log.next_offsets().get(partition)
-        if following is None or offset >= watermarks(self._log.client, partition)[1]:
+        if following is None or offset >= self._log.ends([partition])[partition]:
             raise MissingRecordError(f"{where} ends before offset {offset}")
         if offset < following or (passed is None and offset > following):
             self._log.seek(partition, offset)

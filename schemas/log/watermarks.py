@@ -82,15 +82,24 @@ class EndsClient:
 
     Args:
         client_id: client id of the connection.
+        isolation: the isolation level of the readers whose ends are requested.
     """
 
-    def __init__(self, kafka: KafkaSettings, client_id: str) -> None:
-        self._kafka, self._client_id = kafka, client_id
+    def __init__(self, kafka: KafkaSettings, client_id: str, isolation: str = "read_committed") -> None:
+        self._kafka, self._client_id, self._isolation = kafka, client_id, isolation
         self._client: Consumer | None = None
 
     def ends(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
-        """Return the end of each partition for readers of committed records; 0 if retention deleted all records, so
-        that no reader has records to read, at any offset.
+        """Return the end of each partition; 0 if retention deleted all records, so that no reader has records to read,
+        at any offset. Arguments and errors are those of `bounds`.
+        """
+        bounds = self.bounds(partitions, timeout_s)
+        return {partition: high if high > low else 0 for partition, (low, high) in bounds.items()}
+
+    def bounds(
+        self, partitions: Iterable[Partition], timeout_s: float = METADATA_TIMEOUT_S
+    ) -> dict[Partition, tuple[int, int]]:
+        """Return the first kept offset and the end of each partition.
 
         Args:
             timeout_s: timeout of the request for one partition.
@@ -100,9 +109,9 @@ class EndsClient:
         if self._client is None:
             # The admin client's request for offsets is not used: after a timeout it returns meaningless offsets, and
             # after a new leader election it always repeats the request with the old epoch (librdkafka 2.16).
-            self._client = Consumer(groupless_settings(self._kafka, self._client_id))
-        bounds = {partition: watermarks(self._client, partition, timeout_s) for partition in partitions}
-        return {partition: high if high > low else 0 for partition, (low, high) in bounds.items()}
+            settings = groupless_settings(self._kafka, self._client_id)
+            self._client = Consumer(settings | {"isolation.level": self._isolation})
+        return {partition: watermarks(self._client, partition, timeout_s) for partition in partitions}
 
     def close(self) -> None:
         if self._client is not None:
