@@ -24,6 +24,8 @@ METADATA_TIMEOUT_S = 20.0
 CREATE_TOPICS = "create the topics with `tidemill topics --create`"
 """The remedy for a missing topic, for error messages."""
 RETRY_S = 0.05
+RECONNECT_MS = 20
+"""First wait before a connection is opened again. A new client waits for half of it before its first connection."""
 TRANSIENT = frozenset(
     {
         KafkaError.NOT_LEADER_FOR_PARTITION,
@@ -53,6 +55,7 @@ def producer_settings(kafka: KafkaSettings, client_id: str) -> dict[str, Any]:
         "message.max.bytes": MAX_LETTER_BYTES,
         "queue.buffering.max.kbytes": kafka.write_ahead_bytes // 1024,
         "delivery.timeout.ms": DELIVERY_TIMEOUT_MS,
+        "reconnect.backoff.ms": RECONNECT_MS,
         **kafka.client_options,
     }
 
@@ -72,6 +75,7 @@ def consumer_settings(kafka: KafkaSettings, client_id: str, group_id: str) -> di
         "partition.assignment.strategy": "cooperative-sticky",
         "session.timeout.ms": 10_000,
         "heartbeat.interval.ms": 3_000,
+        "reconnect.backoff.ms": RECONNECT_MS,
         **kafka.client_options,
     }
 
