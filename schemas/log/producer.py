@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ctypes import c_char_p, c_int32, c_size_t, c_void_p
 from typing import Any, Protocol, Self
 
-from confluent_kafka import KafkaError, Message, Producer, cimpl
+from confluent_kafka import KafkaError, KafkaException, Message, Producer, cimpl
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
@@ -36,6 +37,10 @@ REMEDIES = {
 def refusal(topic: str, code: int, reason: str) -> str:
     """Return the message about a record that the log refused: the topic, the reason and what to do."""
     return f"the log refused a record for {topic}: {reason}{REMEDIES.get(code, '')}"
+
+
+METADATA_S = 1.0
+"""Maximum time of a request for metadata that only saves time."""
 
 
 class DeliveryError(RuntimeError):
@@ -64,6 +69,7 @@ class RecordProducer:
         self._producer = Producer(producer_settings(kafka, client_id) | (own or {}))
         self._kafka = kafka
         self._accepted = False
+        self._first_topic = ""
         self._failure = ""
 
     def send(
@@ -99,6 +105,7 @@ class RecordProducer:
     ) -> None:
         """Queue raw bytes for a topic, by its full name. Waits while the local queue is full."""
         self._raise_failure()
+        self._first_topic = self._first_topic or full_topic
         arguments: dict[str, Any] = {"key": key, "on_delivery": on_delivery or self._delivered}
         if partition is not None:
             arguments["partition"] = partition
@@ -139,6 +146,12 @@ class RecordProducer:
 
     def flush(self, timeout_s: float = DELIVERY_TIMEOUT_MS / 1000) -> None:
         """Wait until the log has acknowledged all records. Raises DeliveryError."""
+        if self._first_topic and not self._accepted:
+            # librdkafka requests an idempotent producer's id when it receives metadata and is connected to a broker,
+            # otherwise every half second. The first answer comes over a connection that it then replaces.
+            for _ in range(2):
+                with suppress(KafkaException):
+                    self._producer.list_topics(self._first_topic, min(timeout_s, METADATA_S))
         left = self._producer.flush(timeout_s)
         self._raise_failure()
         if left:
