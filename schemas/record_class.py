@@ -34,7 +34,7 @@ else:
             if cls.__bases__ != (object,):
                 raise TypeError(f"{cls.__name__}: a record has no base class")
             members = dict(vars(cls))
-            plain = dataclasses.dataclass(cls)
+            plain = dataclasses.dataclass(init=False, repr=False, eq=False)(cls)  # only its fields are used
             fields = dataclasses.fields(plain)
             for name in ("__dict__", "__weakref__", "__annotations__", *(each.name for each in fields)):
                 members.pop(name, None)

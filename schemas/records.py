@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import field, fields
 from enum import StrEnum
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from tidemill.schemas.record_class import record
+
+if TYPE_CHECKING:  # numpy takes longer to import than all else that the process of an environment imports
+    import numpy as np
+    import numpy.typing as npt
 
 
 class Mode(StrEnum):
@@ -223,14 +225,20 @@ class Segment:
 
     def ids(self) -> npt.NDArray[np.uint32]:
         """Return the token ids as u4[n_tokens]."""
+        import numpy as np
+
         return np.frombuffer(self.token_ids, dtype="<u4")
 
     def mask(self) -> npt.NDArray[np.uint8]:
         """Return the loss mask as u1[n_tokens]."""
+        import numpy as np
+
         return np.frombuffer(self.loss_mask, dtype="u1")
 
     def sampled_logprobs(self) -> npt.NDArray[np.float32]:
         """Return the logprobs as f4[n_tokens]."""
+        import numpy as np
+
         return np.frombuffer(self.logprobs, dtype="<f4")
 
 
