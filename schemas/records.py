@@ -242,6 +242,11 @@ class Segment:
         return np.frombuffer(self.logprobs, dtype="<f4")
 
 
+MOST_REWARD = 1e9
+"""Greatest size of a reward. Gradients of a much greater one are not finite in float32, and the sums of a group with it
+lose every smaller reward."""
+
+
 @record(frozen=True, slots=True)
 class RewardComponent:
     """One named part of a reward; the total is the sum of value * weight."""

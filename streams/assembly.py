@@ -24,13 +24,11 @@ from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.record_class import record
-from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, Rollout, RolloutStatus, Tick
+from tidemill.schemas.records import MOST_REWARD, CloseReason, Group, GroupMember, Mode, Rollout, RolloutStatus, Tick
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import OneTopicMachine, OutputRecord
 from tidemill.streams.state import NO_IDENTIFIER, EntryBytes, MachineState, StateBytes, StateError, TimedEntries
 
-REWARD_LIMIT = 1e15
-"""Rewards beyond this limit are invalid: their sums would overflow or lose every smaller reward of the group."""
 MEMBER_BYTES = 64
 """Most bytes of a member of a group, without its rollout_id."""
 
@@ -311,6 +309,6 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
     if rollout.status is RolloutStatus.FAILED:
         return "" if rollout.reward is None else "a failed rollout has a reward; a failure is never a reward"
     # This form of the comparison rejects NaN too.
-    if rollout.reward is None or not abs(rollout.reward) <= REWARD_LIMIT:
-        return f"a completed rollout needs a reward within ±{REWARD_LIMIT:g}, not {rollout.reward}"
+    if rollout.reward is None or not abs(rollout.reward) <= MOST_REWARD:
+        return f"a completed rollout needs a reward within ±{MOST_REWARD:g}, not {rollout.reward}"
     return ""

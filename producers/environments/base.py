@@ -4,7 +4,8 @@ An environment yields tasks and plays them: `play` converses with the policy in 
 in named components. It sees no tokens; the completion layer behind `Policy` keeps them.
 
 Invariants: tasks are deterministic in the query; a hash of its question decides whether a task is held out, in the same
-way for every environment (`split_of`), so that no environment can mix the two splits; a reward is a finite number.
+way for every environment (`split_of`), so that no environment can mix the two splits; a reward is a finite number, at
+most `MOST_REWARD` in size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.config import HELD_OUT_ONE_IN
 from tidemill.schemas.record_class import record
-from tidemill.schemas.records import RewardComponent, Task
+from tidemill.schemas.records import MOST_REWARD, RewardComponent, Task
 
 Messages = Sequence[Message]
 Payload = TypeVar("Payload", bound=BaseModel)
@@ -164,7 +165,8 @@ class Score:
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
                 remedy = "" if isinstance(number, float) else ": convert it by float()"
                 return f"{name} is {number!r:.60}, which is no finite number{remedy}"
-        return "" if math.isfinite(self.total) else f"the sum of the rewards is {self.total}, which is no finite number"
+        in_range = abs(self.total) <= MOST_REWARD
+        return "" if in_range else f"the sum of the rewards is {self.total}, which is not within ±{MOST_REWARD:g}"
 
 
 def checked_score(found: object) -> Score:

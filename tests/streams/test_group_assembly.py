@@ -161,6 +161,7 @@ BROKEN = {
     "nan": located(rollout("g", 0, reward=math.nan), 0),
     "infinite": located(rollout("g", 0, reward=math.inf), 0),
     "overflowing": located(rollout("g", 0, reward=1e308), 0),
+    "extreme": located(rollout("g", 0, reward=-2e9), 0),
     "completed without reward": located(replace(rollout("g", 0), reward=None), 0),
     "failed with reward": located(replace(rollout("g", 0, reward=None), reward=0.0), 0),
     "undecodable": located(None, 0),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer.conftest import fingerprint_of, make_segment, make_trainable, resampled, settings_of, tiny_model
-from tidemill.schemas.records import VersionSpan
+from tidemill.schemas.records import MOST_REWARD, VersionSpan
 from tidemill.trainer import policy
 from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
@@ -58,6 +58,15 @@ def test_a_gradient_that_is_not_finite_ends_the_step_with_a_remedy_and_changes_n
     with pytest.raises(RuntimeError, match=r"is not finite.*weights checkout VERSION DIRECTORY"):
         learner.train([make_trainable("a", (1e38, 0.0))], 1, 0, seed=1)
     assert fingerprint(learner.model) == before
+
+
+@pytest.mark.parametrize("name", list(ObjectiveName))
+def test_the_gradient_of_the_greatest_reward_is_finite_also_in_a_long_rollout(name: ObjectiveName) -> None:
+    kind = CorrectionKind.NONE if name in CORRECT_THEMSELVES else CorrectionKind.TIS
+    learner = Learner(tiny_model(), settings_of(objective=name, correction=CorrectionSettings(kind=kind)), None)
+    # As large as that of a rollout with a million times as many tokens.
+    million = 1e6 * MOST_REWARD
+    assert learner.train([make_trainable("a", (million, -million))], 1, 0, seed=1).metrics["grad_norm"] > 0
 
 
 def test_tool_output_gets_exactly_zero_gradient() -> None:

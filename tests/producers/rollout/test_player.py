@@ -182,6 +182,7 @@ def scored(*components, success=True, metrics=None):
         (scored(("x", "1", 1.0)), "x.value is '1'"),
         (scored(("x", True, 1.0)), "x.value is True"),
         (scored(("x", 1e308, 1.0), ("y", 1e308, 1.0)), "the sum of the rewards is inf"),
+        (scored(("x", 2e9, -1.0)), "the sum of the rewards is -2000000000.0, which is not within ±1e+09"),
         (scored(("x", 1.0, 1.0), success="yes"), "success is 'yes', expected True, False or None"),
         (scored(), "no reward component"),
         (scored(("x", 1.0, 1.0), ("x", 0.0, 1.0)), "two reward components have one name"),
