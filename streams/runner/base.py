@@ -20,6 +20,7 @@ from tidemill.schemas.records import Tick
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Machine, Output, OutputRecord, Processor, Rejected
 from tidemill.streams.runner.journal import Journal
+from tidemill.streams.state import StateError
 
 STATE_TOPIC_CONFIG = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
 """Short segments, so that compaction keeps up and a recovery stays short."""
@@ -83,11 +84,21 @@ class Runner:
         self._codec = Codec(kafka.registry_url)
         self._application = f"{kafka.topic_prefix}{processor.name}.{run.run_id}"
         """Consumer group, and prefix of the state topic."""
+        self._changelog = f"{self._application}-{processor.table}-changelog"
         self._machines: dict[int, Machine] = {}
         self._journals: dict[int, Journal] = {}
         self._ready = False
         self._skipped = 0
         self._ticked_us: dict[tuple[Topic, int], int] = {}
+
+    def ended(self, reason: object) -> str:
+        """Return the message of a worker that ends for this reason."""
+        if isinstance(reason, StateError):
+            reason = (
+                f"the state in the topic {self._changelog} cannot be used: {reason}. Give the processor another "
+                "`application` name, or delete this topic, to start it again from the beginning of the log"
+            )
+        return f"{self._processor.name} ended: {reason}"
 
     def write_of(self, output: Output) -> Write:
         """Return the write of an output: a record that a machine emits, or a dead letter."""
@@ -124,7 +135,10 @@ class Runner:
         return owned[0]
 
     def make_machines(self, written: Mapping[int, Iterable[tuple[str, bytes]]]) -> dict[Partition, int]:
-        """Create the machines from keys and values of the state topic, by partition. Return their next offsets."""
+        """Create the machines from keys and values of the state topic, by partition. Return their next offsets.
+
+        Raises StateError.
+        """
         self._ticked_us.clear()
         self._journals = {partition: Journal(partition, found) for partition, found in written.items()}
         self._machines = {p: self._processor.machine(p, journal.state) for p, journal in self._journals.items()}

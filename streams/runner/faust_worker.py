@@ -266,7 +266,7 @@ class FaustRunner(Runner):
             await self._stop(start, watchdog)
         reason = self._failure or self.app.crash_reason
         if reason is not None:
-            raise RuntimeError(f"{self._processor.name} ended: {reason}") from reason
+            raise RuntimeError(self.ended(reason)) from reason
 
     async def _stop(self, start: asyncio.Task[Any], watchdog: Watchdog) -> None:
         self._stopping = True

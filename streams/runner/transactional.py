@@ -73,7 +73,6 @@ class TransactionalRunner(Runner):
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
         super().__init__(kafka, run, stream, processor)
-        self._changelog = f"{self._application}-{processor.table}-changelog"
         self._next: dict[Partition, int] = {}
         self._found: dict[Partition, int] = {}
         """Last offset read of each partition of the state topic, during recovery."""
@@ -156,7 +155,7 @@ class TransactionalRunner(Runner):
         except _Stopped:
             pass
         except (KafkaException, RegistryError, RetentionGap, ValueError) as error:
-            raise RuntimeError(f"{self._processor.name} ended: {error}") from error
+            raise RuntimeError(self.ended(error)) from error
         finally:
             watchdog.stop()
             # Closing the consumer revokes its partitions, and that would commit an unfinished transaction in part.
@@ -164,7 +163,7 @@ class TransactionalRunner(Runner):
             for client in (self._consumer, self._state_reader, self._log_ends):
                 client.close()
         if self._failure is not None:
-            raise RuntimeError(f"{self._processor.name} ended: {self._failure}")
+            raise RuntimeError(self.ended(self._failure))
 
     def _end(self, reason: object) -> None:
         self._failure = str(reason)

@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.runner.base import Runner
 from tidemill.streams.runner.journal import PART_BYTES, Journal, Written, partition_of_state
+from tidemill.streams.runner.worker import group_assembly
 from tidemill.streams.state import Changes, StateError
 
 BATCHES = st.lists(
@@ -135,6 +139,17 @@ def test_hostile_bytes_raise_one_error(data):
         partition_of_state("a", data)
     with suppress(StateError):
         Journal(0, [("\x00head/0", data)])
+
+
+def test_the_end_of_a_worker_with_unusable_state_names_the_topic_and_the_remedy():
+    stream = StreamSettings(application="assembly")
+    runner = Runner(KafkaSettings(topic_prefix="p."), RunSettings(), stream, group_assembly(RunSettings(), stream))
+    with pytest.raises(StateError) as error:
+        runner.make_machines({0: [("a", b"?")]})
+    text = runner.ended(error.value)
+    assert text.startswith("assembly ended: the state in the topic p.assembly.run-groups-changelog cannot be used: ")
+    assert "delete this topic" in text
+    assert runner.ended(OSError("gone")) == "assembly ended: gone"
 
 
 def test_values_name_their_partition():
