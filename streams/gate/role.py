@@ -12,7 +12,7 @@ import logging
 import threading
 from contextlib import ExitStack
 
-from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.gate_decisions import GENERATION
@@ -43,7 +43,7 @@ def event_time(located: ConsumedRecord) -> int:
 def rebuild(
     kafka: KafkaSettings, run: RunSettings, gate: GateSettings, started_at: int
 ) -> tuple[GateController, dict[tuple[Topic, int], int]]:
-    """Read the log to its end, with the topics merged by event time, in the order at the time of the decisions.
+    """Read the log to its end, with all partitions merged by event time, in the order at the time of the decisions.
 
     Args:
         started_at: microseconds; the new gate's generation is at least this, and greater than any in the log.
@@ -53,8 +53,14 @@ def rebuild(
     """
     controller = GateController(run, gate, float(started_at))
     with ExitStack() as stack:
-        readers = [stack.enter_context(LogReader(kafka, [topic], client_id=CLIENT_ID)) for topic in TOPICS]
-        # At equal times, records of the earlier topic come first; within a topic, the earlier record.
+        readers = []
+        for topic in TOPICS:
+            # One for each partition: only the records of a partition are read in the order of their times.
+            count = CATALOGUE[topic].partition_count(kafka)
+            for number in range(count):
+                reader = LogReader(kafka, [topic], client_id=CLIENT_ID, share=(number, count))
+                readers.append(stack.enter_context(reader))
+        # At equal times, records of the earlier topic come first; within a topic, those of the lower partition.
         for located in heapq.merge(*(reader.read_to_end(REBUILD_S) for reader in readers), key=event_time):
             if located.record is not None:
                 controller.observe(located.record, event_time(located))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.streams.gate.gate_support import QUICK, RUN, SECOND, Product, ack, bench, manifest, outcome, said
-from tidemill.schemas.config import RunSettings
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import GateDecision, GateVerdict, RolloutStatus, Tick, UserRequest, UserWish
+from tidemill.streams.gate import role
 from tidemill.streams.gate.controller import GateController
 
 
@@ -472,3 +476,27 @@ def test_no_sequence_of_records_breaks_a_rule(events):
     again = replayed(product.log)
     assert again.snapshot() == product.keeper.snapshot()
     assert again.due() == []
+
+
+def test_a_restarted_gate_reads_the_groups_of_all_partitions_in_the_order_of_their_times(monkeypatch):
+    groups = {0: (bench(0, 16, name="later"), 20_000), 1: (bench(0, 1, name="earlier"), 10_000)}
+
+    class Partitions(nullcontext):
+        """A log with two held-out groups, whose partitions are delivered one after the other."""
+
+        def __init__(self, _kafka, topics, *, share=(0, 1), **_others):
+            super().__init__(self)
+            self.own = [p for p in groups if Topic.GROUPS in topics and p % share[1] == share[0]]
+
+        def read_to_end(self, _silence_s):
+            for p in self.own:
+                record, at_ms = groups[p]
+                yield ConsumedRecord(Topic.GROUPS, p, 0, at_ms, None, b"", record)
+
+        def next_offsets(self):
+            return {(Topic.GROUPS, p): 1 for p in self.own}
+
+    monkeypatch.setattr(role, "LogReader", Partitions)
+    controller, begin = role.rebuild(KafkaSettings(), RUN, QUICK, 1)
+    assert controller._branch.bench.result(0).successes == 1
+    assert begin == {(Topic.GROUPS, 0): 1, (Topic.GROUPS, 1): 1}
