@@ -188,10 +188,15 @@ DONE = "done"
 class ChildGuard:
     """The guard of this process, for the length of a block."""
 
-    def __init__(self, stack: Path) -> None:
-        """`stack` is the data directory of the local stack, which need not exist."""
+    def __init__(self, stack: Path, grace_s: float = GRACE_S) -> None:
+        """Start the guard.
+
+        Args:
+            stack: the data directory of the local stack, which need not exist.
+            grace_s: how long the processes of a killed command may take to end.
+        """
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(stack)],
+            [sys.executable, "-m", __name__, str(stack), str(grace_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -235,7 +240,7 @@ def main() -> None:
         with suppress(psutil.NoSuchProcess):
             started += [role, *role.children(recursive=True)]
             role.terminate()
-    for process in psutil.wait_procs(started, GRACE_S)[1]:
+    for process in psutil.wait_procs(started, float(sys.argv[2]))[1]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     LocalStack(StackSettings(data_dir=Path(sys.argv[1]))).down()

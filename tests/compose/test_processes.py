@@ -93,7 +93,7 @@ from pathlib import Path
 from tidemill.compose import processes
 from tidemill.compose.processes import ChildGuard
 processes.GRACE_S = 0.1  # no role here ends by itself
-with ChildGuard(Path(sys.argv[1]) / "stack") as guard:
+with ChildGuard(Path(sys.argv[1]) / "stack", processes.GRACE_S) as guard:
     print(guard._process.pid, flush=True)
     with processes.Supervisor(Path(sys.argv[1]), started=guard.watch) as supervisor:
         # It heeds no signal of the kernel's on the death of its parent.
