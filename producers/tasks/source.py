@@ -148,7 +148,8 @@ class TaskSource:
             # A late rollout is the only member of its record.
             if name in self._closed or record.closed_by is CloseReason.LATE:
                 return
-            self._closed[name] = all(member.success for member in record.members)
+            whole = len(record.members) == record.expected_size
+            self._closed[name] = whole and all(member.success for member in record.members)
         else:
             found = next((each for each in self._questions if each.title == record.environment), None)
             if name in self._issued or found is None or parse_task_name(record.task_id) is None:

@@ -77,7 +77,7 @@ def closed(task: Task, reason=CloseReason.SIZE) -> Group:
     ]
     at = task.issued_at
     return build(Group, group_id=name, run_id=task.run_id, mode=task.mode, closed_by=reason,
-                 expected_size=task.group_size, members=members, mean_reward=0.5, opened_at=at,
+                 expected_size=len(members), members=members, mean_reward=0.5, opened_at=at,
                  closed_at=at)  # fmt: skip
 
 
@@ -536,6 +536,9 @@ def test_a_question_that_is_no_longer_solved_is_asked_in_each_epoch_again():
     assert source._closed == {} and list(source._issued) == [first.group_id, second.group_id], "only open groups"
     source.observe(closed(replace(second, run_id="another")))
     assert source._questions[1]._left_out.total() == 0
+    half = closed(second, CloseReason.DEADLINE)
+    source.observe(replace(half, members=half.members[:1]))
+    assert second.group_id not in source._issued and source._questions[1]._left_out.total() == 0, "one did not arrive"
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4))
