@@ -28,7 +28,7 @@ POST_S = 0.02
 """How long a posted record waits for others to share its batch, in seconds."""
 ANCHOR_POLL_S = 0.2
 OVERHEAD_BYTES = 4096
-"""Upper bound for the fields of a rollout or an interaction without its segments."""
+"""Upper bound for the fields of a rollout or an interaction without its segments, reward components and metrics."""
 SPAN_BYTES = 30
 """Upper bound for one version span."""
 

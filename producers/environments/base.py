@@ -136,6 +136,12 @@ class TaskDraft:
     """Most calls of the policy in one rollout; a further call fails the rollout."""
 
 
+MOST_SCORE_BYTES = 65_536
+"""Most bytes of the components and metrics of a rollout, so that they fit into its record beside its segments."""
+NUMBERS_BYTES = 24
+"""Upper bound for a component or metric without its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     rewards: tuple[RewardComponent, ...]
@@ -156,10 +162,13 @@ class Score:
             return f"two reward components have one name: {', '.join(names)}"
         if not isinstance(self.success, bool | None):
             return f"success is {self.success!r:.60}, expected True, False or None: convert it by bool()"
+        size = 0
         for name in (*names, *self.metrics):
             if not isinstance(name, str):
                 return f"the name of a component or metric is {name!r:.60}, expected text"
-            name.encode()  # raises an error for half of a surrogate pair
+            size += len(name.encode()) + NUMBERS_BYTES  # raises an error for half of a surrogate pair
+        if size > MOST_SCORE_BYTES:
+            return f"its components and metrics need {size} bytes, more than {MOST_SCORE_BYTES}: leave some out"
         numbers = {f"{part.name}.{kind}": getattr(part, kind) for part in self.rewards for kind in ("value", "weight")}
         for name, number in (*numbers.items(), *self.metrics.items()):
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):

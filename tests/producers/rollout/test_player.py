@@ -187,6 +187,7 @@ def scored(*components, success=True, metrics=None):
         (scored(), "no reward component"),
         (scored(("x", 1.0, 1.0), ("x", 0.0, 1.0)), "two reward components have one name"),
         (scored(("x", 1.0, 1.0), metrics={"m": math.nan}), "m is nan"),
+        (scored(("x", 1.0, 1.0), metrics={f"{n:036}": 1.0 for n in range(1100)}), "metrics need 66025 bytes"),
     ],
 )
 def test_a_reward_that_is_not_a_number_fails_the_rollout(new_replica, chat, odd, reason):
