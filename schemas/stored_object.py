@@ -9,11 +9,13 @@ digest in the record, or an error is raised; a reader never accepts more bytes t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
+from uuid import uuid4
 
 import fsspec
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import Claim, Interaction, Rollout
@@ -21,6 +23,8 @@ from tidemill.schemas.records import Claim, Interaction, Rollout
 Claimed = TypeVar("Claimed", Rollout, Interaction)
 PIECE_BYTES = 4 << 20
 """Number of bytes read from a store at a time."""
+PARTIAL = ".partial"
+"""End of the name of an unfinished object in a directory."""
 
 
 class StoredObjectError(ValueError):
@@ -32,7 +36,8 @@ class StoreUnavailableError(ConnectionError):
 
 
 def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> Claim:
-    """Write `pieces` in order as the object at `uri` (an fsspec URL or a path); an existing object is replaced.
+    """Write `pieces` in order as the object at `uri` (an fsspec URL or a path); an existing object is replaced at the
+    end, so that its readers find it whole until then, also if the process is killed.
 
     Use a name that is unique to these bytes (for instance their digest): a reader of an older record then never finds
     other bytes under that name. The returned URI is absolute.
@@ -42,17 +47,28 @@ def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> Claim:
     with _store_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
         filesystem.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-        opened = filesystem.open(path, "wb")
+        # An object store replaces an object when it is closed, a directory when it is opened.
+        written = f"{path}.{uuid4().hex}{PARTIAL}" if isinstance(filesystem, LocalFileSystem) else path
+        opened = filesystem.open(written, "wb")
     state, n_bytes = xxhash.xxh3_128(), 0
     try:
-        for piece in pieces:
+        try:
+            for piece in pieces:
+                with _store_errors(uri):
+                    opened.write(piece)
+                state.update(piece)
+                n_bytes += len(piece)
+        finally:
             with _store_errors(uri):
-                opened.write(piece)
-            state.update(piece)
-            n_bytes += len(piece)
-    finally:
-        with _store_errors(uri):
-            opened.close()
+                opened.close()
+        if written != path:
+            with _store_errors(uri):
+                filesystem.mv(written, path)
+    except BaseException:
+        if written != path:
+            with suppress(OSError):
+                filesystem.rm_file(written)
+        raise
     return Claim(filesystem.unstrip_protocol(path), n_bytes, state.hexdigest())
 
 

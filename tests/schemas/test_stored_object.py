@@ -104,6 +104,27 @@ def test_an_error_of_the_pieces_is_the_caller_s(folder):
         put_object(f"{folder}/one", pieces())
 
 
+def test_an_object_is_whole_while_the_same_bytes_are_written_again(tmp_path):
+    stored = put_object(f"{tmp_path}/one", [b"pay", b"load"])
+
+    def pieces():
+        yield b"pay"
+        assert read_object(stored) == b"payload"
+        yield b"load"
+
+    assert put_object(f"{tmp_path}/one", pieces()) == stored and read_object(stored) == b"payload"
+
+
+def test_nothing_is_left_of_an_object_that_was_not_finished(tmp_path):
+    def pieces():
+        yield b"a"
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        put_object(f"{tmp_path}/one", pieces())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_left_open(tmp_path):
     stored = put_object(str(tmp_path / "one"), [b"payload"])
     read_object(stored)
