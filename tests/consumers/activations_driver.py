@@ -14,14 +14,11 @@ import torch
 from tests.consumers import engine_driver as engines
 
 FAMILIES = ("Qwen3Moe", "Qwen3")
-"""The one with experts first: vLLM's process groups are made once, and only then for experts too."""
+"""The one with experts is first, as in `engine_driver.KINDS`."""
 FORM = "nvfp4"
 """Format of the weights, and of activations where they are rounded."""
 ENGINES = {"": False, FORM: False, f"{FORM} invariant": True}
 """Engines by the format of their activations; whether they are batch-invariant."""
-
-_kept: list[engines.InProcess] = []
-"""The engines so far: the end of one ends the process groups that all of them use."""
 
 
 def answers(engine: engines.InProcess, prompts: list[list[int]], **sampling: Any) -> list[list[tuple[int, float]]]:
@@ -107,7 +104,6 @@ def compare(family: str, root: Path) -> dict[str, Any]:
         os.environ[ACTIVATIONS_VARIABLE] = activations
         switch(invariant)
         engine = engines.InProcess(root / family, "float32", skip_tokenizer_init=True)
-        _kept.append(engine)
         prompts = 4 * families.prompts()
         given = answers(engine, prompts, temperature=1.0, max_tokens=16)
         found["layers"][name] = rounded_layers(engine)

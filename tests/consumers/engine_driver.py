@@ -4,11 +4,10 @@ from version A to version B. `drivers.py` runs it.
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,12 +37,15 @@ class Kind:
 
 
 KINDS = {
-    "dense tied float32, norms float32": Kind("float32", tied=True, norms="float32"),
-    "dense untied bfloat16": Kind("bfloat16"),
     "experts untied float32, padded": Kind("float32", intermediate=48),
     "experts tied bfloat16": Kind("bfloat16", tied=True, intermediate=64),
+    "dense tied float32, norms float32": Kind("float32", tied=True, norms="float32"),
+    "dense untied bfloat16": Kind("bfloat16"),
 }
-"""Each has 200 words, which the engine pads to 256 rows; it pads 48 to 64 columns."""
+"""Each has 200 words, which the engine pads to 256 rows; it pads 48 to 64 columns.
+
+Those with experts are first: vLLM's process groups are made once, and only then for experts too.
+"""
 
 
 def prepare() -> None:
@@ -109,7 +111,13 @@ def total(view: View) -> str:
 
 
 class InProcess:
-    """One vLLM engine in this process, with access to its engine core's methods."""
+    """One vLLM engine in this process, with access to its engine core's methods.
+
+    It lives as long as the process: the end of an engine ends the process groups that all of them use, and collects
+    garbage in all that is loaded.
+    """
+
+    _all: ClassVar[list[InProcess]] = []
 
     def __init__(self, directory: Path, dtype: str, **options: Any) -> None:
         from vllm import EngineArgs, LLMEngine
@@ -118,8 +126,6 @@ class InProcess:
 
         limit_kernel_search_to_vllm()
         options = {"max_model_len": 128, "kv_cache_memory_bytes": 16 << 20, **options}
-        # Again, because the end of an earlier engine undoes it.
-        gc.freeze()
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(directory), dtype=dtype, enforce_eager=True, block_size=32, disable_log_stats=True,
@@ -127,6 +133,7 @@ class InProcess:
             )
         )  # fmt: skip
         self.core = self.engine.engine_core.engine_core
+        self._all.append(self)
         self.install(specs_of(map_checkpoint(directory)))
 
     def install(self, specs: list[TensorSpec]) -> None:

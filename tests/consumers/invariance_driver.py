@@ -145,10 +145,11 @@ async def refusal(directory: Path, on: bool) -> str:
 def drive(root: Path) -> dict[str, Any]:
     """Return the comparison of each model, and the refusal."""
     found: dict[str, Any] = {}
-    kinds = {"dense": engines.Kind("float32", tied=True), "experts": engines.Kind("float32", intermediate=64)}
+    # The one with experts is first, as in `engine_driver.KINDS`.
+    kinds = {"experts": engines.Kind("float32", intermediate=64), "dense": engines.Kind("float32", tied=True)}
     made = {name: engines.make_model(kind, root / name) for name, kind in kinds.items()}
     # This is first: a server forks its engine, which is only possible before this process has computed anything.
     found["refusal"] = {way: asyncio.run(refusal(made["dense"], on)) for way, on in WAYS.items()}
-    for name, runs in {"dense": RUNS, "experts": RUNS // 2}.items():
+    for name, runs in {"experts": RUNS // 2, "dense": RUNS}.items():
         found[name] = compare(made[name], "float32", words=190, length=40, tokens=8, runs=runs)
     return found
