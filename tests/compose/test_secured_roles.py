@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import pytest
 import tomli_w
 from aiohttp import web
 from tokenizers import Tokenizer
+from typer.testing import CliRunner
 
 from tests.producers.conftest import FakeReplica
 from tests.producers.feedback_support import PRODUCT
@@ -31,6 +32,8 @@ from tests.producers.router_support import served
 from tests.secured_log import PASSWORD, SecuredLog
 from tests.streams.gate.gate_support import ack
 from tests.waiting import until
+from tidemill.compose.cli import app
+from tidemill.compose.processes import TIDEMILL
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import read_state
 from tidemill.producers.product.settings import key_hash
@@ -73,6 +76,20 @@ TINY: dict[str, Any] = {
 """The smallest run in which every role does one unit of work."""
 
 
+LEARNER = """
+import sys
+from tidemill.compose.cli import app
+for command in (["documents"], ["train", "--phase", "midtrain"], ["train"]):
+    app([*command, *sys.argv[1:]], standalone_mode=False)
+"""
+"""The commands that make the model and train it, in a process that loads the libraries once."""
+
+
+def password_variable(password: str) -> dict[str, str]:
+    """Return the environment variable with the password of the log."""
+    return {"TIDEMILL_KAFKA__CLIENT_OPTIONS": json.dumps({"sasl.password": password})}
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """A process of `tidemill`, its output in a file."""
@@ -108,25 +125,17 @@ class Site:
             tree[name] = {**tree.get(name, {}), **values}
         (self.directory / "tidemill.toml").write_text(tomli_w.dumps(tree))
 
-    def start(self, *command: str, password: str = PASSWORD) -> Role:
-        """Start `tidemill COMMAND`."""
-        log = self.directory / f"{'-'.join(command)}.log"
-        options = {"TIDEMILL_KAFKA__CLIENT_OPTIONS": json.dumps({"sasl.password": password})}
-        program = [sys.executable, "-m", "tidemill", *command]
+    def start(self, *command: str, password: str = PASSWORD, program: Sequence[str] = TIDEMILL) -> None:
+        """Start `tidemill COMMAND`, or another Python program with the same settings."""
+        log = self.directory / f"{'-'.join(command) or 'learner'}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*program, "--config", str(self.directory / "tidemill.toml")],
+                [sys.executable, *program, *command, "--config", str(self.directory / "tidemill.toml")],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **KEYS, **options, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **KEYS, **password_variable(password), "OMP_NUM_THREADS": "1"},
             )
         self.roles[command] = Role(process, log)
-        return self.roles[command]
-
-    def finish(self, *command: str) -> None:
-        """Run `tidemill COMMAND` to its end."""
-        role = self.start(*command)
-        self.until(lambda: role.process.poll() == 0, f"the end of {command}")
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
         """Wait for a condition; fail if a role fails."""
@@ -205,19 +214,18 @@ def product_replica() -> Iterator[OneVersion]:
 
 
 def test_the_loop_of_simulated_work(site: Site):
-    site.finish("topics", "--create")
-    # These need no model yet: they start while it is made.
-    for command in (("stream",), ("sink",), ("gate", "run")):
+    command = ["topics", "--create", "--config", str(site.directory / "tidemill.toml")]
+    created = CliRunner().invoke(app, command, env=password_variable(PASSWORD))
+    assert created.exit_code == 0 and PASSWORD not in created.output, created.output
+    for command in (["stream"], ["sink"], ["gate", "run"], ["feed"]):
         site.start(*command)
-    site.finish("documents")
-    site.finish("train", "--phase", "midtrain")
+    site.start(program=["-c", LEARNER])
+    site.first(Topic.MANIFESTS)
     replica = FakeReplica(Tokenizer.from_file(str(site.directory / "model" / "tokenizer.json")), "r1")
     replica.start()
     try:
         site.configure(rollout={"replicas": [replica.address]})
-        for role in ("train", "feed", "rollout"):
-            site.start(role)
-        site.first(Topic.MANIFESTS)
+        site.start("rollout")
         with RecordProducer(site.kafka, "test") as writer:
             writer.send_acked(Topic.ACKS, [("r1", ack("r1", 0, now_us(), RUN))])
         for topic in (Topic.TASKS, Topic.ROLLOUTS, Topic.GROUPS, Topic.STEPS, Topic.GATE):
