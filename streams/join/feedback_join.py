@@ -236,11 +236,12 @@ class FeedbackJoin:
             activity.opened_at, activity.events = at_us, 0
         activity.events += 1
         if activity.events > self._settings.bot_max_events:
-            activity.bot_until = at_us + self._bot_window_us
-            for case in self._store.of_user(user_id, InteractionState):
+            # While the user is a bot, an interaction is marked when it is admitted.
+            for case in self._store.of_user(user_id, InteractionState) if at_us >= activity.bot_until else ():
                 if case.open and not case.bot:
                     case.bot = True
                     self._store.save(case)
+            activity.bot_until = at_us + self._bot_window_us
         activity.due_at = max(activity.opened_at + self._bot_window_us, activity.bot_until)
         self._store.save(activity)
         return at_us < activity.bot_until

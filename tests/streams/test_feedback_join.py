@@ -414,6 +414,19 @@ def test_a_user_with_too_many_events_is_a_bot():
     assert excluded(3) == {"a0", "a1", "a2", "later"}
 
 
+def test_a_bot_s_interactions_are_searched_once_and_not_at_each_of_its_events(monkeypatch):
+    searched, search = [], join_state.JoinStore.of_user
+    monkeypatch.setattr(
+        join_state.JoinStore, "of_user", lambda store, *given: searched.append(given) or search(store, *given)
+    )
+    logs = TwoLogs()
+    for n in range(50):
+        logs.write(100 + n, interaction(f"a{n}", served_at=(100 + n) * SECOND_US))
+    found = outcomes(joined(logs.tick(LATER_S), bot_max_events=3, bot_window_s=20))
+    assert [o.exclusion for o in found] == ["bot"] * 50
+    assert len(searched) == 1
+
+
 def test_answers_without_a_user_are_joined_and_are_no_bots():
     logs = TwoLogs()
     for n in range(4):
