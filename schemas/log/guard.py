@@ -35,7 +35,9 @@ class RetentionGap(LookupError):
             f"{topic}[{partition}]: the log no longer keeps offset {wanted}, the log begins at {first}: up to "
             f"{first - wanted} records were deleted before they were read. Let the topic's retention.ms outlast the "
             "longest time that its readers are down. To continue without these records, set `stream.accept_gaps` for a "
-            "stream worker or `sink.accept_gaps` for the sink; for a rollout worker, move its group's committed offset"
+            "stream worker or `sink.accept_gaps` for the sink; for a rollout worker, move its group's committed "
+            "offset; for a trainer, begin another run (run.run_id) with trainer.model=DIRECTORY after "
+            "`tidemill weights checkout VERSION DIRECTORY`"
         )
         self.topic = topic
         """Full name."""

@@ -120,3 +120,10 @@ def test_a_group_continues_from_its_commit_or_gets_an_error_if_it_is_deleted(set
     assert (told.wanted, told.first) == (4, 8)
     assert offsets(third.poll, 2) == [8, 9]
     third.close()
+
+
+def test_a_gap_says_how_each_reader_can_continue():
+    text = str(RetentionGap("groups", 0, 3, 5))
+    assert "groups[0]: the log no longer keeps offset 3, the log begins at 5: up to 2 records" in text
+    remedies = ["stream.accept_gaps", "sink.accept_gaps", "a rollout worker", "a trainer, begin another run"]
+    assert [remedy for remedy in remedies if remedy not in text] == []
