@@ -27,7 +27,7 @@ from tidemill.producers.config import FeedSettings
 from tidemill.producers.environments.base import Environment, Split, TaskDraft, TaskError, TaskQuery, split_of
 from tidemill.producers.environments.find import options_json
 from tidemill.schemas.clock import to_us
-from tidemill.schemas.config import EnvironmentEntry, RunSettings
+from tidemill.schemas.config import CLAIM_CHECK_BYTES, EnvironmentEntry, RunSettings
 from tidemill.schemas.records import CloseReason, Group, Mode, Task
 
 
@@ -164,7 +164,10 @@ class TaskSource:
                 self._counted.add(index)
 
     def task(self, name: TaskName, issued_at: int, issued_version: int) -> Task:
-        """Return the task to issue as `name`. Raises TaskError if its environment has no unused question."""
+        """Return the task to issue as `name`.
+
+        Raises TaskError if its environment has no unused question, or one that does not fit into a record.
+        """
         feed, training = self._feed, name.stage.mode is Mode.TRAIN
         index = name.index if training else name.index % evaluation_size(feed, name.stage)
         if training:
@@ -175,6 +178,11 @@ class TaskSource:
             self._issued[str(name)] = (questions, draft.payload)
         else:
             questions, draft = self._held_out[index]
+        if (size := len(draft.payload.encode())) > CLAIM_CHECK_BYTES:
+            raise TaskError(
+                f"{questions.title}: the payload of a task has {size} bytes, and a record of the log has room for "
+                f"{CLAIM_CHECK_BYTES}: keep the data elsewhere, and let the payload name the place"
+            )
         deadline_s = feed.deadline_s if training else feed.eval_deadline_s
         seeded = hashlib.blake2b(f"{self._run.seed}:{name}".encode(), digest_size=8).digest()
         return Task(

@@ -28,7 +28,7 @@ from tidemill.producers.environments.find import UnknownEnvironment
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions
 from tidemill.producers.tasks import feeder
 from tidemill.producers.tasks.feeder import FeederState
-from tidemill.producers.tasks.source import Stage, TaskName, TaskSource, parse_task_name, take_turns
+from tidemill.producers.tasks.source import Questions, Stage, TaskName, TaskSource, parse_task_name, take_turns
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
@@ -429,6 +429,13 @@ def drawn(source, count, start=0):
 
 def evaluated(source, count):
     return [source.task(TaskName("run", Stage.EVAL_BEFORE, 0, index), 0, 0) for index in range(count)]
+
+
+def test_a_payload_that_does_not_fit_into_a_record_is_refused_by_name(monkeypatch):
+    source = source_of(Few(4, 8))
+    monkeypatch.setattr(Questions, "unused", lambda _questions: TaskDraft("x" * 900_001, "asks"))
+    with pytest.raises(TaskError, match=r"^e0: the payload of a task has 900001 bytes, .* room for 900000"):
+        drawn(source, 1)
 
 
 def test_an_environment_for_practice_is_never_evaluated():
