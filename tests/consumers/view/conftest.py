@@ -36,6 +36,13 @@ REQUIRED = "TIDEMILL_BROWSER"
 SCREENSHOTS = "TIDEMILL_SCREENSHOTS"
 """Directory for the screenshots of each view; if it is not set, none is made."""
 START_S = 120.0
+TIDEMILL = ("-m", "tidemill")
+WITHOUT_REST = (
+    "-c",
+    "import runpy; from tidemill.consumers.view import tables; tables.REST_S = 0.5; "
+    "runpy.run_module('tidemill', run_name='__main__', alter_sys=True)",
+)
+"""The same program, whose results are valid for half a second in place of up to 30."""
 QUIET = (
     "--no-sandbox",
     "--disable-gpu",
@@ -103,12 +110,14 @@ def tables_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def serving(log: Path, *arguments: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def serving(
+    log: Path, *arguments: str, program: tuple[str, ...] = TIDEMILL, **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run `tidemill view` with arguments at a free port, with time for queries on a slow machine; yield its address and
     its process."""
     with log.open("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tidemill", "view", *arguments, "--port", "0"],
+            [sys.executable, *program, "view", *arguments, "--port", "0"],
             cwd=log.parent,
             env={**os.environ, "TIDEMILL_VIEW__QUERY_SECONDS": str(START_S), **environment},
             stderr=errors,
