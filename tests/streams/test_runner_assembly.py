@@ -152,10 +152,10 @@ def test_partitions_move_to_the_remaining_worker(settings, tmp_path, runner):
     names = [f"g{i}" for i in range(12)]
     marks = {f"marks-that-both-work-{number}" for number in (0, 1, 4)}
     # A pause of the remaining worker must not end its session too.
-    fast = {"session_timeout_s": 25.0, "heartbeat_interval_s": 2.0}
+    fast, patient = ({"session_timeout_s": limit_s, "heartbeat_interval_s": 2.0} for limit_s in (6.0, 25.0))
     with (
         stream_process(settings, tmp_path / "one", **fast) as one,
-        stream_process(settings, tmp_path / "two", **fast) as two,
+        stream_process(settings, tmp_path / "two", **patient) as two,
         LogReader(settings, [Topic.GROUPS]) as groups,
     ):
         for index in range(4):
