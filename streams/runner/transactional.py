@@ -94,7 +94,9 @@ class TransactionalRunner(Runner):
                 **({"group.instance.id": stream.instance} if stream.instance else {}),
             }
         )
-        self._state_reader = Consumer(groupless_settings(kafka, f"{CLIENT}-state") | {"enable.partition.eof": True})
+        # The end of the state is known when a fetch brings nothing: such a fetch need not wait.
+        to_the_end = {"enable.partition.eof": True, "fetch.wait.max.ms": 10}
+        self._state_reader = Consumer(groupless_settings(kafka, f"{CLIENT}-state") | to_the_end)
         # The end of committed records would hide a transaction that may still be committed.
         uncommitted = {"isolation.level": "read_uncommitted"}
         self._log_ends = Consumer(groupless_settings(kafka, f"{CLIENT}-ends") | uncommitted)
@@ -343,6 +345,8 @@ class TransactionalRunner(Runner):
     def _read_state(self, partitions: Iterable[int]) -> dict[int, dict[str, bytes]]:
         """Return all committed values of the state topic, after all transactions there are committed or aborted."""
         found: dict[int, dict[str, bytes]] = {partition: {} for partition in partitions}
+        # Connects this client; otherwise, after a rest, it would notice a new assignment only after 0.5 s.
+        self._state_reader.list_topics(self._changelog, METADATA_TIMEOUT_S)
         bounds = {p: watermarks(self._log_ends, (self._changelog, p)) for p in found}
         self._found = {(self._changelog, p): low for p, (low, _) in bounds.items()}
         left = {p: end for p, (low, end) in bounds.items() if end > low}
