@@ -21,7 +21,7 @@ from confluent_kafka import KafkaError, KafkaException
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.runner.transactional import TransactionalRunner
+from tidemill.streams.runner import transactional
 from tidemill.streams.runner.worker import group_assembly
 
 
@@ -63,6 +63,8 @@ def main() -> None:
     fate, *points, path = sys.argv[1:]
     sections = json.loads(Path(path).read_text("utf-8"))
     stream, settings = StreamSettings(**sections["stream"]), RunSettings(**sections["run"])
-    runner = TransactionalRunner(KafkaSettings(**sections["kafka"]), settings, stream, group_assembly(settings, stream))
+    transactional.AGAIN_S = 0.05
+    processor = group_assembly(settings, stream)
+    runner = transactional.TransactionalRunner(KafkaSettings(**sections["kafka"]), settings, stream, processor)
     runner._producer = Doomed(runner._producer, fate, points)  # type: ignore[assignment]
     runner.serve(stop_on_signals())
