@@ -178,9 +178,9 @@ def _flag(fields: Mapping[str, Json], name: str) -> bool:
 def sampling_of(ask: CompletionRequest) -> SamplingParameters:
     """Return the sampling for the record: the requested parameters that change the model's own distribution."""
     given = {name: ask.fields[name] for name in ask.other_sampling if name in NUMBERS}
-    numbers: dict[str, Any] = {
-        name: int(v) if name == "top_k" else float(v) for name, v in given.items() if type(v) in (int, float)
-    }
+    # Of a number of more than 64 bits, which the record cannot hold, only the name is recorded.
+    held = {name: v for name, v in given.items() if type(v) in (int, float) and abs(v) < 2**63}
+    numbers: dict[str, Any] = {name: int(v) if name == "top_k" else float(v) for name, v in held.items()}
     return SamplingParameters(**numbers, others=",".join(name for name in ask.other_sampling if name not in numbers))
 
 

@@ -107,6 +107,7 @@ def test_sampling_that_is_not_the_models_own_is_named(given_, named):
     [({"top_k": -1, "temperature": 1}, ""), ({"temperature": 0.9, "top_p": 1}, "temperature 0.9"),
      ({"top_k": 5, "min_p": 0.1, "min_tokens": 3}, "top_k 5, min_p 0.1, min_tokens"),
      ({"temperature": True, "logit_bias": {"1": 2}}, "temperature, logit_bias"),
+     ({"top_k": 2**63, "repetition_penalty": 10**400, "min_p": 0.1}, "min_p 0.1, top_k, repetition_penalty"),
      ({"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "top_p": 0.5},
       "top_p 0.5, presence_penalty 1, frequency_penalty -0.5, repetition_penalty 1.1")],
 )  # fmt: skip
