@@ -27,12 +27,16 @@ from tidemill.schemas.records import Rollout, RolloutStatus
 ROLLOUTS = 4
 
 
-def play(address: str, chat: ChatFormat, taskset: str, **options: object) -> list[Rollout]:
-    """Return rollouts of one taskset's tasks, played concurrently in the taskset's own process."""
+def play(address: str, chat: ChatFormat, taskset: str, network: bool | None, **options: object) -> list[Rollout]:
+    """Return rollouts of one taskset's tasks, played concurrently in the taskset's own process.
+
+    Args:
+        network: None if a first process is to learn whether the taskset uses the network, which takes seconds.
+    """
     settings = RolloutSettings(
         replicas=[address], max_context_tokens=512, max_turn_tokens=12, environment_timeout_s=300, episode_timeout_s=600
     )
-    entry = EnvironmentEntry(name=f"verifiers:{taskset}", options=options)
+    entry = EnvironmentEntry(name=f"verifiers:{taskset}", options=options, network=network)
 
     async def main() -> list[Rollout]:
         environments = EnvironmentSet([entry], settings)
@@ -70,7 +74,7 @@ def check_case(name: str, address: str, chat: ChatFormat, version: int, monkeypa
     taskset, options, rewards, metrics, turns = CASES[name]
     if "others_url" in options:
         options = {**options, "others_url": f"{address}/v1"}
-    for rollout in play(address, chat, taskset, **options):
+    for rollout in play(address, chat, taskset, None if name == "one turn" else True, **options):
         assert rollout.status is RolloutStatus.COMPLETED, rollout.failure
         assert {part.name for part in rollout.rewards} == rewards and metrics <= rollout.metrics.keys()
         assert rollout.reward is not None and rollout.reward_version.startswith("verifiers-")
