@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -25,7 +26,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import AccessRefused, check_access
 from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.log.producer import DeliveryError
+from tidemill.schemas.log.producer import METADATA_S, DeliveryError
 from tidemill.schemas.records import Record
 
 TRANSACTION_TIMEOUT_MS = 15_000
@@ -50,6 +51,15 @@ def resumed(call: Callable[[float], object], within_s: float = 2 * CALL_TIMEOUT_
                 raise
         else:
             return
+
+
+def fence(producer: Producer) -> None:
+    """Prepare a producer for transactions, and fence the previous producer of its name. Raises as `resumed`."""
+    # librdkafka loses the request for the name's coordinator if it comes before the connection, and repeats it after
+    # 0.5 s.
+    with suppress(KafkaException):
+        producer.list_topics(timeout=METADATA_S)
+    resumed(producer.init_transactions, START_TIMEOUT_S)
 
 
 class FencedError(DeliveryError):
@@ -77,7 +87,7 @@ class FencedProducer:
             }
         )
         try:
-            resumed(self._producer.init_transactions, START_TIMEOUT_S)
+            fence(self._producer)
         except KafkaException as error:
             try:
                 check_access(kafka)

@@ -37,7 +37,7 @@ from tidemill.schemas.log.client_settings import (
     raise_lasting,
 )
 from tidemill.schemas.log.consumed import consumed_record
-from tidemill.schemas.log.fenced_producer import CALL_TIMEOUT_S, FENCED, START_TIMEOUT_S, resumed
+from tidemill.schemas.log.fenced_producer import CALL_TIMEOUT_S, FENCED, fence, resumed
 from tidemill.schemas.log.guard import OUT_OF_RANGE, RetentionGap
 from tidemill.schemas.log.producer import REMEDIES, refusal
 from tidemill.schemas.log.watermarks import watermarks
@@ -138,7 +138,7 @@ class TransactionalRunner(Runner):
         )
         watchdog.start()
         try:
-            resumed(self._producer.init_transactions, START_TIMEOUT_S)
+            fence(self._producer)
             self._consumer.subscribe(
                 [self._names.of(topic) for topic in self._processor.inputs],
                 on_assign=self._assigned,
