@@ -354,7 +354,9 @@ class TransactionalRunner(Runner):
         while left:
             if self._stop.is_set():
                 raise _Stopped
-            for message in self._state_reader.consume(CHUNK, IDLE_S):
+            # The client would wait for a whole chunk.
+            first = self._state_reader.consume(1, IDLE_S)
+            for message in [*first, *self._state_reader.consume(CHUNK, 0.0)]:
                 error, partition, offset = message.error(), message.partition() or 0, message.offset() or 0
                 if error is None:
                     key, value = (message.key() or b"").decode(), message.value()
