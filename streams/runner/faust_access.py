@@ -25,6 +25,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 from faust.auth import Credentials, SASLCredentials, SSLCredentials
+from faust.tables.manager import TableManager
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 from yarl import URL
@@ -107,6 +108,15 @@ def _tls(security: Security) -> ssl.SSLContext:
     return context
 
 
+class _Tables(TableManager):  # type: ignore[misc]  # faust is untyped here
+    async def on_start(self) -> None:
+        """Start when the agents have started; Faust's own method waits for a second."""
+        await self.app.agents.wait_until_agents_started()
+        if not self.should_stop:
+            await self._update_channels()
+            await self.recovery.start()
+
+
 def faust_settings(
     kafka: KafkaSettings, stream: StreamSettings, partitions: int, credentials: Credentials | None
 ) -> dict[str, Any]:
@@ -133,6 +143,7 @@ def faust_settings(
         "stream_buffer_maxsize": stream.buffer_records,
         "stream_wait_empty": False,
         "table_standby_replicas": 0,
+        "TableManager": _Tables,
         "topic_disable_leader": True,
         "topic_partitions": partitions,
         "topic_replication_factor": kafka.replication_factor,
