@@ -162,7 +162,7 @@ def laid(job: Job, options: Found) -> Found:
         whole = make_learner(settings, job)
     held = [state_of_learner(one) for one in (own, whole)]
     found = {"differing": differing(*held), "names": sorted(held[0])}
-    outcomes = [one.train([make_trainable(name) for name in GROUPS], 1, 0, 1) for one in (own, whole)]
+    outcomes = [one.train([make_trainable("a")], 1, 0, 1) for one in (own, whole)]
     assert outcomes[0].metrics == outcomes[1].metrics
     return found | {"differing after a step": differing(*(one.masters.state() for one in (own, whole)))}
 
