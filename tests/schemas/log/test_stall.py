@@ -111,23 +111,15 @@ def start(timeout_s: float, then: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_loop_that_hangs_ends_the_process_and_says_where():
-    hung = start(3.0, "lock = threading.Lock(); lock.acquire(); lock.acquire()")
-    _, said = hung.communicate(timeout=DEADLINE_S)
-    assert hung.returncode == EXIT_HUNG
-    assert "the test role hangs: no progress for" in said
-    assert "its last activity: round 9" in said
-    assert "most recent call first" in said
+@pytest.fixture(scope="module")
+def hung() -> list[subprocess.Popen[str]]:
+    """Two processes that hang: one waits for a lock, one is in native code that keeps the interpreter."""
+    lock, native = "lock = threading.Lock(); lock.acquire(); lock.acquire()", "ctypes.PyDLL(None).sleep(600)"
+    return [start(3.0, lock), start(2.0, f"import ctypes; {native}")]
 
 
-def test_native_code_that_keeps_the_interpreter_ends_the_process_too():
-    hung = start(2.0, "import ctypes; ctypes.PyDLL(None).sleep(600)")
-    _, said = hung.communicate(timeout=DEADLINE_S)
-    assert hung.returncode != 0
-    assert "most recent call first" in said
-
-
-def test_a_process_that_was_stopped_and_goes_on_is_not_hung():
+def test_a_process_that_was_stopped_and_goes_on_is_not_hung(hung):
+    """It is halted while the hanging processes reach their time limits."""
     paused = start(5.0, "[(liveness.beat(), time.sleep(0.1)) for _ in range(15)]")
     assert paused.stdout is not None
     assert paused.stdout.readline() == "turning\n"
@@ -136,6 +128,20 @@ def test_a_process_that_was_stopped_and_goes_on_is_not_hung():
     paused.send_signal(signal.SIGCONT)
     out, said = paused.communicate(timeout=DEADLINE_S)
     assert (paused.returncode, out) == (0, "ended\n"), said
+
+
+def test_a_loop_that_hangs_ends_the_process_and_says_where(hung):
+    _, said = hung[0].communicate(timeout=DEADLINE_S)
+    assert hung[0].returncode == EXIT_HUNG
+    assert "the test role hangs: no progress for" in said
+    assert "its last activity: round 9" in said
+    assert "most recent call first" in said
+
+
+def test_native_code_that_keeps_the_interpreter_ends_the_process_too(hung):
+    _, said = hung[1].communicate(timeout=DEADLINE_S)
+    assert hung[1].returncode != 0
+    assert "most recent call first" in said
 
 
 def test_no_timeout_watches_nothing():
