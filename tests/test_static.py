@@ -179,13 +179,21 @@ def test_a_broken_import_rule_is_found(layer: str, source: str, found: set[str])
     assert forbidden(layer, ast.parse(source)) == found
 
 
-def test_the_producer_side_and_the_command_line_need_no_torch():
-    blocked = "import sys\nfor name in ('torch', 'transformers', 'vllm', 'faust', 'chdb'): sys.modules[name] = None\n"
-    modules = "tidemill.compose.cli, tidemill.producers.rollout.worker, tidemill.producers.tasks.feeder"
-    modules += ", tidemill.producers.edge.router"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{blocked}import {modules}"], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize(
+    ("absent", "modules"),
+    [
+        (
+            ("torch", "transformers", "vllm", "faust", "chdb"),
+            ("compose.cli", "producers.rollout.worker", "producers.tasks.feeder", "producers.edge.router"),
+        ),
+        (("torch",), ("kernels.weights.publish",)),
+        (("torch", "numpy"), ("producers.environments.serving",)),
+    ],
+)
+def test_what_starts_often_does_not_load_what_takes_long(absent: tuple[str, ...], modules: tuple[str, ...]):
+    program = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
+    program += "".join(f"import tidemill.{module}\n" for module in modules)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

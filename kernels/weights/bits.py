@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from tidemill.kernels.compiled import Bits
 from tidemill.kernels.elements import BY_NAME, flat_row
 from tidemill.kernels.fingerprint import ZERO, Fingerprint
 from tidemill.schemas.records import TensorInfo
+
+if TYPE_CHECKING:  # a trainer that passes arrays need not load torch, which takes three seconds
+    import torch
 
 PLAIN = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint32): "float32"}
 """Element type of a plain array of bit patterns. Patterns of one byte could be of several types, so they have none."""
@@ -44,7 +46,7 @@ class TensorSpec:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-WeightLike = torch.Tensor | Bits | Weight
+WeightLike: TypeAlias = "torch.Tensor | Bits | Weight"
 """A tensor in a form that a trainer may pass; a plain u2 array means bfloat16, a plain u4 array float32."""
 
 
@@ -61,11 +63,6 @@ def as_weight(name: str, value: WeightLike) -> Weight:
 
     Raises TypeError for a type that a version cannot carry; the message names a remedy.
     """
-    if isinstance(value, torch.Tensor):
-        dtype = dtype_of(name, value)
-        # numpy has no small float types: it gets patterns of the same width.
-        bits: Bits = flat_row(value.detach().to("cpu").contiguous()).numpy()
-        return Weight(dtype, bits.reshape(value.shape))
     if isinstance(value, Weight):
         if value.dtype not in BY_NAME:
             raise TypeError(f"{name} is {value.dtype!r}; a version can carry {', '.join(BY_NAME)}")
@@ -73,9 +70,14 @@ def as_weight(name: str, value: WeightLike) -> Weight:
             expected = BY_NAME[value.dtype].bits
             raise TypeError(f"{name}: {value.dtype} has patterns of {expected}, not {value.bits.dtype}")
         return value
-    if value.dtype not in PLAIN:
-        raise TypeError(f'{name}: an array of {value.dtype} has no element type: give Weight("int8", bits)')
-    return Weight(PLAIN[value.dtype], value)
+    if isinstance(value, np.ndarray):
+        if value.dtype not in PLAIN:
+            raise TypeError(f'{name}: an array of {value.dtype} has no element type: give Weight("int8", bits)')
+        return Weight(PLAIN[value.dtype], value)
+    dtype = dtype_of(name, value)
+    # numpy has no small float types: it gets patterns of the same width.
+    bits: Bits = flat_row(value.detach().to("cpu").contiguous()).numpy()
+    return Weight(dtype, bits.reshape(value.shape))
 
 
 def total_fingerprint(tensors: Iterable[TensorInfo]) -> Fingerprint:

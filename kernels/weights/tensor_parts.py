@@ -14,10 +14,9 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
-import torch
 
 from tidemill.kernels.backend import KernelBackend, backend_for, is_on_host
 from tidemill.kernels.elements import BY_NAME, AnyArray, flat_row
@@ -26,6 +25,9 @@ from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, dtype_o
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.schemas.records import ShardPosition, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +70,7 @@ class TensorPart:
 Parts = Mapping[str, TensorPart]
 """A rank's part of every weight, by name, in the same order on every rank."""
 
-TensorLike = WeightLike | TensorPart
+TensorLike: TypeAlias = "WeightLike | TensorPart"
 """A tensor in a form that a trainer may pass: whole, or this rank's part."""
 
 Tensors = Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
@@ -103,12 +105,17 @@ class ShardReport:
     """The shard's summand in the version's fingerprint."""
 
 
+def is_tensor(value: TensorLike) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a PyTorch tensor; PyTorch need not be loaded."""
+    return not isinstance(value, np.ndarray | Weight | TensorPart)
+
+
 def as_part(name: str, value: TensorLike) -> TensorPart:
     """Return `value` as a part, on its device: a view of its memory if possible, otherwise a copy.
 
     Raises TypeError for a type that a version cannot carry, ValueError for a part of another tensor.
     """
-    if isinstance(value, torch.Tensor) and not is_on_host(value):
+    if is_tensor(value) and not is_on_host(value):
         row = flat_row(value.detach().contiguous())
         return TensorPart(name, dtype_of(name, value), tuple(value.shape), 0, row)
     if not isinstance(value, TensorPart):
@@ -127,7 +134,7 @@ def as_part(name: str, value: TensorLike) -> TensorPart:
 
 def place_of(name: str, value: TensorLike) -> Place:
     """Return the elements that `value` has, without a copy from its device. Raises the errors of `as_part`."""
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return Place(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, value.numel())
     part = as_part(name, value)
     return Place(part.dtype, part.shape, part.start, part.n)

@@ -35,8 +35,9 @@ from tidemill.kernels.weights import anchor
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
+from tidemill.kernels.weights.process_group import ProcessGroupRanks
 from tidemill.kernels.weights.publish import ForkPoint, WeightPublisher
-from tidemill.kernels.weights.ranks import ProcessGroupRanks, Ranks, RanksLostError, open_ranks
+from tidemill.kernels.weights.ranks import Ranks, RanksLostError, open_ranks
 from tidemill.kernels.weights.tensor_parts import TensorPart
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
