@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
 import tidemill.compose.cli
 import tidemill.kernels.weights.publish
+import tidemill.streams.runner.faust_worker
 import tidemill.trainer.batch_builder
 import tidemill.trainer.step  # noqa: F401
 

@@ -7,10 +7,9 @@ import gzip
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,9 @@ from tidemill.producers.environments.base import Endpoint
 from tidemill.producers.rollout.endpoint import LARGEST_BODY, AgentEndpoint
 from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import BadResponse
+
+if TYPE_CHECKING:
+    import openai  # each process of the suite imports this file, and one of them uses it
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +56,8 @@ async def rollout(say: Callable[[str], Any] = echo, **limits: Any) -> AsyncItera
 
 
 def client_of(at: Endpoint) -> openai.AsyncOpenAI:
+    import openai
+
     return openai.AsyncOpenAI(base_url=at.base_url, api_key=at.api_key)
 
 
@@ -247,6 +251,8 @@ def test_any_json_is_answered_and_the_next_valid_request_too(requests: list[tupl
 
 
 async def test_keys() -> None:
+    import openai
+
     """A key is valid only for its own rollout, until the episode ends."""
 
     async with AgentEndpoint() as endpoint:
@@ -292,6 +298,8 @@ async def test_other_paths() -> None:
 
 
 async def test_a_full_context() -> None:
+    import openai
+
     async with rollout(max_context_tokens=120) as (policy, at), client_of(at) as client:
         messages: list[Any] = list(HELLO)
         with pytest.raises(openai.BadRequestError) as error:
@@ -303,6 +311,8 @@ async def test_a_full_context() -> None:
 
 
 async def test_a_failed_generation() -> None:
+    import openai
+
     def broken(_context: str) -> str:
         raise BadResponse("no logprobs")
 
