@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -86,8 +87,8 @@ class LocalStack:
             missing = [node for node in cluster.nodes if self._process(node).find() is None]
             check_free(port for node in missing for port in node.ports)
             try:
-                for node in missing:
-                    self._prepare(cluster, node, java, jars, progress)
+                with ThreadPoolExecutor(len(missing) or 1) as pool:
+                    list(pool.map(lambda node: self._prepare(cluster, node, java, jars, progress), missing))
                 for node in missing:
                     process, home = self._process(node), node.directory(self._data_dir)
                     server = [process.marker, "kafka.Kafka", str(home / "server.properties")]
