@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from confluent_kafka import ConsumerGroupState
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export nothing
     AlterConfigOpType,
     ConfigEntry,
@@ -147,6 +148,15 @@ def test_a_second_worker_continues_where_the_first_stopped_and_not_from_a_broken
             assert "a state begins with" in second.log.read_text()
 
 
+def owners(settings: KafkaSettings) -> int:
+    """Return the number of workers that own partitions; 0 while the consumer group divides them."""
+    client = admin_client(settings)  # kept until the answer is there
+    (answer,) = client.describe_consumer_groups([f"{settings.topic_prefix}group-assembly.run"]).values()
+    group = answer.result()
+    found = sum(bool(member.assignment and member.assignment.topic_partitions) for member in group.members)
+    return found if group.state is ConsumerGroupState.STABLE else 0
+
+
 def test_partitions_move_to_the_remaining_worker(settings, tmp_path, runner):
     """Two workers share the partitions; if one is killed, the other continues its open groups."""
     names = [f"g{i}" for i in range(12)]
@@ -158,6 +168,7 @@ def test_partitions_move_to_the_remaining_worker(settings, tmp_path, runner):
         stream_process(settings, tmp_path / "two", **patient) as two,
         LogReader(settings, [Topic.GROUPS]) as groups,
     ):
+        until(lambda: owners(settings) == 2, "two workers that own partitions", 240)
         for index in range(4):
             send(settings, names, [index])
             if index == 2:
