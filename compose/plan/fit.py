@@ -91,7 +91,7 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
             f"trainer.expert_parallel is {over}: it must divide the {size.expert_count} experts of the model and the "
             f"number of ranks, at most {devices.count} here (one on each device); set it to 1 for a dense model"
         )
-    trainers = [part_of(size, replace(trainer, ranks=n)) for n in _powers(devices.count) if n % over == 0]
+    trainers = [part_of(size, replace(trainer, ranks=over * n)) for n in _powers(devices.count // over)]
     splits = [replica.tensor_parallel] if replica.tensor_parallel else list(_divisors(size.heads, devices.count))
     if size.heads % splits[0]:
         raise ValueError(f"{splits[0]} ranks of an engine cannot share the {size.heads} attention heads of the model")
@@ -148,7 +148,8 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
         smaller["all of these together"] = replace(case, **every)
     for what, tried in smaller.items():
         yield _changed(devices, what, part_of(size, tried))
-    counts = (count for count in _powers(FURTHEST) if count > case.ranks and count % case.expert_parallel == 0)
+    most = FURTHEST // case.expert_parallel
+    counts = (count for n in _powers(most) if (count := n * case.expert_parallel) > case.ranks)
     parts = (part_of(size, replace(case, ranks=count)) for count in counts)
     enough = next((part for part in parts if part.total <= devices.usable), None)
     if enough is not None:

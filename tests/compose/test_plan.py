@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -129,6 +130,18 @@ def test_a_trainer_gathers_only_its_own_experts_of_a_layer_if_they_are_divided(m
     # 6 ranks and 128 experts: both are divisible by 2.
     assert told["trainer.expert_parallel=2"] == pytest.approx(divided["trainer"][-1]["total"] / GIB)
     assert not any("expert_parallel" in change["what"] for change in divided["changes"])
+
+
+def test_experts_may_be_divided_by_a_number_that_is_no_power_of_two(tmp_path):
+    config = deepcopy(QWEN3_30B)
+    config.num_experts = 96
+    config.save_pretrained(tmp_path)
+    base = ("--model", str(tmp_path), "--set", "trainer.expert_parallel=3")
+    assert [each["ranks"] for each in planned(*base, "--gpus", "16x80")["trainer"]] == [3, 6, 12, 15]
+    small = planned(*base, "--gpus", "4x20", status=1)
+    assert [each["ranks"] for each in small["trainer"]] == [3]
+    counts = [int(each["what"].split()[0]) for each in small["changes"] if "ranks, each on" in each["what"]]
+    assert counts and counts[0] % 3 == 0
 
 
 @pytest.mark.parametrize(("model", "over", "gpus"), [("8b", 2, "8x80"), ("30b", 3, "6x80"), ("30b", 8, "4x80")])
