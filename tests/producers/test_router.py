@@ -1,6 +1,7 @@
 """The router over HTTP: each answer is recorded before its end is sent, also if replicas or clients fail."""
 
 import asyncio
+import threading
 
 import pytest
 from aiohttp import web
@@ -18,10 +19,15 @@ from tests.producers.router_support import (
     events,
     rig,
 )
+from tests.records import build
 from tests.waiting import until_async
+from tidemill.producers.edge.request_handler import Recorder
+from tidemill.producers.outbox import Outbox
 from tidemill.producers.product.signing import BadToken, Pseudonyms, Signer
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import HttpSettings
-from tidemill.schemas.records import SamplingParameters, VersionSpan
+from tidemill.schemas.log.producer import DeliveryError
+from tidemill.schemas.records import Interaction, SamplingParameters, VersionSpan
 
 pytestmark = pytest.mark.anyio
 
@@ -317,6 +323,36 @@ async def test_an_answer_that_cannot_be_written_to_the_log_is_not_served(stream)
         assert (await router.asked(ASK))[0] == 200 and len(router.outbox.written) == 1
         async with router.session.get("/healthz") as health:
             assert health.status == 200
+
+
+class StuckLog:
+    """A producer whose first flush waits for `answers`, and then fails."""
+
+    def __init__(self) -> None:
+        self.answers, self.sent, self.flushed = threading.Event(), [], 0
+
+    def send(self, _topic: Topic, record: Interaction, *, key: str) -> None:
+        self.sent.append(key)
+
+    def flush(self) -> None:
+        self.flushed += 1
+        if self.flushed == 1:
+            assert self.answers.wait(30)
+            raise DeliveryError("no broker")
+
+
+async def test_the_late_failure_of_an_interaction_is_not_that_of_the_next_one():
+    log = StuckLog()
+    outbox = Outbox(log, Topic.INTERACTIONS, lambda record: record)
+    recorder = Recorder(outbox, timeout_s=0.05, rest_s=0.0)
+    with pytest.raises(DeliveryError, match="no acknowledgement in time"):
+        await recorder.write(build(Interaction, interaction_id="late"))
+    assert recorder.failing
+    log.answers.set()
+    await outbox._sending
+    await recorder.write(build(Interaction, interaction_id="next"))
+    assert not recorder.failing and log.sent == ["late", "next"]
+    outbox.close()
 
 
 async def test_an_unrecorded_answer_is_served_without_an_interaction_if_configured():
