@@ -254,7 +254,7 @@ def copy(settings_of: SettingsOf, selection_of: SelectionOf, copying_of: Copying
 
 NOTES = {
     "undecodable": "records cannot be decoded, so that no filter can select them: not copied",
-    "missing": "records that the steps name were erased from the log: not copied",
+    "missing": "records that the steps name are no longer in the log (erased, or deleted by retention): not copied",
     "references_outside": (
         "references are to records that are not selected: they keep the original's position, where the copy has "
         "another record or none. A trainer excludes such groups with a reason"

@@ -90,7 +90,8 @@ class Plan:
         self.referred: set[Place] = set()
         """Every position that a selected record refers to."""
         self.missing: set[Place] = set()
-        """Positions that a step names and at which the log no longer holds a record, because it was erased."""
+        """Positions that a step, its groups or its batches name and at which the log no longer holds a record, because
+        it was erased or retention has deleted it."""
 
     @property
     def records(self) -> int:
