@@ -136,6 +136,11 @@ def parse(kind: RequestKind, body: bytes) -> CompletionRequest:
         raise Refusal.bad(str(error)) from error
     stream, token_ids = _flag(request, "stream"), _flag(request, "return_token_ids")
     fields = {name: value for name, value in request.items() if name in FORWARDED[kind] and value is not None}
+    for name in fields.keys() - {"prompt"}:
+        numbers = fields[name] if isinstance(fields[name], list) else [fields[name]]
+        # A replica answers some of them with status 500, as if it had failed, and the record cannot hold them.
+        if any(type(number) in (int, float) and abs(number) >= 2**63 for number in numbers):
+            raise Refusal.bad(f"`{name}` has a number of more than 64 bits")
     fields = {"temperature": 1.0, **fields, "logprobs": 0, "return_token_ids": True, "stream": stream}
     options, metadata = ({} if request.get(name) is None else request[name] for name in ("stream_options", "metadata"))
     if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
@@ -178,9 +183,9 @@ def _flag(fields: Mapping[str, Json], name: str) -> bool:
 def sampling_of(ask: CompletionRequest) -> SamplingParameters:
     """Return the sampling for the record: the requested parameters that change the model's own distribution."""
     given = {name: ask.fields[name] for name in ask.other_sampling if name in NUMBERS}
-    # Of a number of more than 64 bits, which the record cannot hold, only the name is recorded.
-    held = {name: v for name, v in given.items() if type(v) in (int, float) and abs(v) < 2**63}
-    numbers: dict[str, Any] = {name: int(v) if name == "top_k" else float(v) for name, v in held.items()}
+    numbers: dict[str, Any] = {
+        name: int(v) if name == "top_k" else float(v) for name, v in given.items() if type(v) in (int, float)
+    }
     return SamplingParameters(**numbers, others=",".join(name for name in ask.other_sampling if name not in numbers))
 
 

@@ -92,6 +92,13 @@ def test_an_invalid_request_is_refused(body):
         parse(RequestKind.CHAT, body)
 
 
+@pytest.mark.parametrize("given_", [{"top_k": 2**63}, {"min_p": 10**400}, {"stop_token_ids": [1, -(2**64)]}])
+def test_a_number_that_a_replica_or_the_record_cannot_hold_is_refused(given_):
+    with pytest.raises(Refusal, match="more than 64 bits") as refused:
+        parse(RequestKind.COMPLETION, json.dumps({"prompt": "x", **given_}).encode())
+    assert refused.value.parameter == next(iter(given_))
+
+
 @pytest.mark.parametrize(
     ("given_", "named"),
     [({"temperature": 1}, ()), ({"temperature": 1.0, "top_p": 1, "top_k": -1, "logit_bias": {}}, ()),
@@ -107,7 +114,7 @@ def test_sampling_that_is_not_the_models_own_is_named(given_, named):
     [({"top_k": -1, "temperature": 1}, ""), ({"temperature": 0.9, "top_p": 1}, "temperature 0.9"),
      ({"top_k": 5, "min_p": 0.1, "min_tokens": 3}, "top_k 5, min_p 0.1, min_tokens"),
      ({"temperature": True, "logit_bias": {"1": 2}}, "temperature, logit_bias"),
-     ({"top_k": 2**63, "repetition_penalty": 10**400, "min_p": 0.1}, "min_p 0.1, top_k, repetition_penalty"),
+     ({"top_k": 2**63 - 1}, "top_k 9.22337e+18"),
      ({"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "top_p": 0.5},
       "top_p 0.5, presence_penalty 1, frequency_penalty -0.5, repetition_penalty 1.1")],
 )  # fmt: skip
