@@ -32,8 +32,8 @@ SECRETS: Mapping[str, Any] = {
     "sink": {"password"},
 }
 """The settings that are never written to a file, in addition to the log's passwords."""
-PASSWORD = "password"
-"""The end of the names of `kafka.client_options` that are passwords."""
+PASSWORDS = ("password", "secret", "key.pem", "passphrase", "oauthbearer.config")
+"""The ends of the names of `kafka.client_options` that are passwords, or secrets of another kind."""
 STABLE = "stable-0"
 CANARY = "canary-0"
 BACKEND = "users"
@@ -126,7 +126,7 @@ class DemoPlan:
         """Write the settings that the roles read, as TOML, next to the data, for later reference."""
         tree: dict[str, Any] = self.settings.model_dump(mode="json", exclude_none=True, exclude=SECRETS)
         options = tree["kafka"]["client_options"]
-        tree["kafka"]["client_options"] = {name: options[name] for name in options if not name.endswith(PASSWORD)}
+        tree["kafka"]["client_options"] = {name: options[name] for name in options if not name.endswith(PASSWORDS)}
         tree["sink"]["path"] = str(self.sink_directory)
         if "http_port" not in self.settings.sink.model_fields_set:
             tree["sink"]["http_port"] = 0  # another demonstration, or a ClickHouse server, may use the default port
@@ -162,7 +162,7 @@ class DemoPlan:
             section = name.lower().removeprefix(prefix).partition(delimiter)[0]
             if not (name.lower().startswith(prefix) and section in TidemillSettings.model_fields):
                 own[name] = value
-        hidden = {name: value for name, value in self.settings.kafka.client_options.items() if name.endswith(PASSWORD)}
+        hidden = {name: value for name, value in self.settings.kafka.client_options.items() if name.endswith(PASSWORDS)}
         if hidden:
             own["TIDEMILL_KAFKA__CLIENT_OPTIONS"] = json.dumps(hidden)
         if password := self.settings.sink.password.get_secret_value():

@@ -303,6 +303,8 @@ def test_the_log_s_passwords_reach_the_roles_only_by_their_environment(tmp_path:
         "sasl.username": "ada",
         "sasl.password": "hush",
         "ssl.key.password": "h2",
+        "ssl.key.pem": "h3",
+        "sasl.oauthbearer.client.secret": "h4",
     }
     given = {"demo": {"data_dir": str(tmp_path)}, "kafka": {"client_options": options}}
     plan = DemoPlan.of(load_settings(None, given))
