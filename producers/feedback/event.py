@@ -38,7 +38,8 @@ class FeedbackQueueFull(TimeoutError):
 
 
 class LogUnreachable(ConnectionError):
-    """Error when no broker answered within the deadline: the signal was not accepted, and may be sent again."""
+    """Error when no broker answered within the deadline, or the schema registry failed: the signal was not accepted,
+    and may be sent again."""
 
 
 @record(frozen=True, slots=True)

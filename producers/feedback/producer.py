@@ -145,7 +145,8 @@ class FeedbackProducer(FeedbackMethods[str]):
 
         Raises:
             BadFeedback: a ValueError that names the argument; `NotServed` for a token that is not this user's.
-            FeedbackQueueFull, LogUnreachable: the log is too slow, or no broker answered; the signal was not accepted.
+            FeedbackQueueFull, LogUnreachable: the log is too slow, or no broker, or no schema registry, answered; the
+                signal was not accepted.
             LookupError: the topic does not exist.
             FeedbackNotDelivered: the connection cannot be used any more; make a new producer.
         """

@@ -20,7 +20,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tidemill.producers.feedback.event import FailedEvent, FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
-from tidemill.schemas.codec import Codec
+from tidemill.schemas.codec import Codec, RegistryError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import CREATE_TOPICS, producer_settings
 from tidemill.schemas.log.producer import partition_of
@@ -152,6 +152,8 @@ class FeedbackQueue:
             )
         except BufferError:
             return False
+        except RegistryError as error:
+            raise LogUnreachable(str(error)) from error
         except KafkaException as error:
             reason = f"the producer can write no more ({error}): make a new one"
             raise FeedbackNotDelivered(reason, (FailedEvent(record, str(error)),)) from error

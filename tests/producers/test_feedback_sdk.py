@@ -43,6 +43,7 @@ from tidemill.producers.feedback import (
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us
+from tidemill.schemas.codec import Codec, RegistryError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import SignalKind
@@ -151,6 +152,18 @@ def test_a_topic_whose_partitions_no_broker_names_is_an_unreachable_log(monkeypa
     monkeypatch.setattr(queue, "Producer", Partless)
     with FeedbackProducer(NOWHERE, PRODUCT) as feedback, pytest.raises(LogUnreachable, match="no leader"):
         feedback.thumbs_up(token(), user="ann")
+
+
+def test_a_schema_registry_that_fails_is_an_unreachable_log(monkeypatch):
+    def fail(_codec: Codec, _record: object) -> bytes:
+        raise RegistryError("the schema registry failed")
+
+    monkeypatch.setattr(Codec, "encode", fail)
+    with FeedbackProducer(NOWHERE, PRODUCT) as feedback:
+        feedback._queue._partitions = 1
+        with pytest.raises(LogUnreachable, match="schema registry"):
+            feedback.thumbs_up(token(), user="ann")
+        assert feedback.counts.accepted == 0
 
 
 def deliver(feedback: FeedbackProducer, name: str, event_id: str) -> int:
