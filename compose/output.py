@@ -199,8 +199,12 @@ def _widths(columns: Sequence[Sequence[str]], available: int) -> list[int] | Non
 
 
 def utc(microseconds: int) -> str:
-    """Format a time since the Unix epoch as a date and a time of day in UTC, to the second."""
-    return datetime.fromtimestamp(to_s(microseconds), UTC).strftime("%Y-%m-%d %H:%M:%S")
+    """Format a time since the Unix epoch as a date and a time of day in UTC, to the second; as the number of
+    microseconds if no date has it: a record may hold any number."""
+    try:
+        return datetime.fromtimestamp(to_s(microseconds), UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError):
+        return f"{microseconds} µs"
 
 
 def moment_us(text: str | None) -> int | None:

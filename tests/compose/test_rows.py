@@ -33,7 +33,7 @@ from tidemill.compose.cli import app, main
 from tidemill.compose.cli.gate_command import print_decisions, print_status
 from tidemill.compose.cli.replay_copy import carry_out
 from tidemill.compose.cli.weights_command import print_chain
-from tidemill.compose.output import print_document, print_rows
+from tidemill.compose.output import print_document, print_rows, utc
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.consumers.operate.audit.audit import AuditReport
 from tidemill.consumers.operate.audit.endings import CheckResult, Finding
@@ -601,3 +601,11 @@ def test_judged_steps_are_rows(monkeypatch):
         {"step": "4", "version": "3", "bound": "", "trained": "2", "stale": "0", "max_lag": "3",
          "excluded": '["g6"]', "included": '["g7"]', "unknown": "0"}
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "shown"),
+    [(1_700_000_000_999_999, "2023-11-14 22:13:20"), (2**62, f"{2**62} µs"), (-(2**62), f"{-(2**62)} µs")],
+)
+def test_a_time_that_no_date_has_is_shown_as_a_number(microseconds, shown):
+    assert utc(microseconds) == shown
