@@ -226,6 +226,20 @@ class OffsetGaps:
         self._deleted.clear()
 
 
+class _ActivePartitions:
+    """The partitions that a fetch may return; Faust changes them while the fetch waits.
+
+    aiokafka takes an empty collection for all partitions. This one is never false: otherwise a fetch that waits while
+    a rebalance empties it returns records of the state, which Faust drops, and the recovery waits for them forever.
+    """
+
+    def __init__(self, partitions: Collection[TP]) -> None:
+        self._partitions = partitions
+
+    def __contains__(self, tp: TP) -> bool:
+        return tp in self._partitions
+
+
 class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # faust is untyped here
     def _create_worker_consumer(self, transport: Any) -> Any:  # noqa: ANN401 - aiokafka's consumer
         consumer = super()._create_worker_consumer(transport)
@@ -233,8 +247,8 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # f
         consumer._fetch_max_wait_ms = self.transport.fetch_wait_ms
         return consumer
 
-    async def _fetch_records(self, consumer: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - aiokafka's
-        found = await super()._fetch_records(consumer, *arguments, **options)
+    async def _fetch_records(self, consumer: Any, active: Collection[TP], **options: Any) -> Any:  # noqa: ANN401 - aiokafka's
+        found = await super()._fetch_records(consumer, _ActivePartitions(active), **options)
         holes, inputs = self.transport.holes, self.transport.positions()
         noted = {tp: holes.note(tp, [r.offset for r in found[tp]]) for tp in map(TP._make, found) if tp in inputs}
         stepped_over = {tp: expected for tp, expected in noted.items() if expected}

@@ -1,10 +1,14 @@
-"""Holes in the log, in contrast to records that were dropped between a fetch and the stream."""
+"""Holes in the log, in contrast to records that were dropped between a fetch and the stream; and what a fetch reads."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+from aiokafka.consumer.fetcher import Fetcher
 from faust.types import TP
 
-from tidemill.streams.runner.faust_access import OffsetGaps
+from tidemill.streams.runner.faust_access import OffsetGaps, _ConsumerThread
 
 HERE = TP("compacted", 0)
 
@@ -57,3 +61,34 @@ def test_topics_without_compaction_have_no_holes():
     noted = holes()
     noted.note(other, [1, 5])
     assert not noted.take(other, 2, 5)
+
+
+class BufferedFetcher:
+    """aiokafka's fetcher, with a result for one partition that is an error when it is read."""
+
+    fetched_records = Fetcher.fetched_records
+    _closed = False
+
+    def __init__(self) -> None:
+        def fail() -> None:
+            raise AssertionError("read")
+
+        self._records = {HERE: SimpleNamespace(check_raise=fail)}
+        self._wait_consume_future = None
+        self._subscriptions = SimpleNamespace(
+            reassignment_in_progress=False, is_assigned=lambda _tp: True, fetch_context=lambda: memoryview(b"")
+        )
+
+    def _notify(self, _future: None) -> None: ...
+
+
+@pytest.mark.anyio
+async def test_a_fetch_returns_nothing_while_a_rebalance_has_emptied_the_active_partitions():
+    thread = object.__new__(_ConsumerThread)
+    thread.consumer = SimpleNamespace(flow_active=True)
+    thread.transport = SimpleNamespace(holes=OffsetGaps(()), positions=dict)
+    consumer, active = SimpleNamespace(_closed=False, _fetcher=BufferedFetcher()), set()
+    assert await thread._fetch_records(consumer, active, timeout=0) == {}
+    active.add(HERE)
+    with pytest.raises(AssertionError, match="read"):
+        await thread._fetch_records(consumer, active, timeout=0)

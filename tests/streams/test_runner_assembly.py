@@ -36,7 +36,7 @@ from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_REASON, RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import CloseReason, Group, Rollout, Tick
+from tidemill.schemas.records import CloseReason, Rollout, Tick
 from tidemill.streams.config import RunnerName, StreamSettings
 from tidemill.streams.runner.base import checked_partitions
 from tidemill.streams.runner.worker import group_assembly
@@ -175,19 +175,8 @@ def test_partitions_move_to_the_remaining_worker(settings, tmp_path, runner):
                 send(settings, marks)
                 read_groups(groups, two, *marks)
                 one.kill()
-        by_name: dict[str, Group] = {}
-
-        def moved() -> bool:
-            if not two.running():
-                # Faust can stall in the recovery after a rebalance. Its watchdog then ends the worker, which a
-                # supervisor starts again.
-                assert runner is RunnerName.FAUST and "in the recovery of the state" in two.log.read_text()
-                two.start()
-            read = [group_of(located) for located in groups.poll(0.1)]
-            by_name.update({group.group_id: group for group in read if group.group_id in names})
-            return len(by_name) == len(names)
-
-        until(moved, lambda: f"only {sorted(by_name)}", 480)
+        by_name = {group_of(f).group_id: group_of(f) for f in read_groups(groups, two, *names)}
+    assert sorted(by_name) == sorted(names)
     assert all(len(g.members) == 4 and g.closed_by is CloseReason.SIZE for g in by_name.values())
 
 
