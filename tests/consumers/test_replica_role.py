@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from contextlib import suppress
 
 import httpx
 import psutil
@@ -49,6 +50,16 @@ def test_an_engine_that_cannot_start_gives_its_reason_and_no_traceback_of_its_ow
         replica.kill()
     assert "RuntimeError: vLLM's engine cannot start: No available memory for the cache blocks" in replica.text()
     assert "EngineCore failed to start" not in replica.text()
+
+
+def engine_cores(server: psutil.Process) -> list[psutil.Process]:
+    """Return the engine cores of a server. It has other children while it imports vLLM, which runs `lscpu`."""
+    found = []
+    for child in server.children():
+        with suppress(psutil.NoSuchProcess):
+            if child.cmdline()[:1] == ["VLLM::EngineCore"]:
+                found.append(child)
+    return found
 
 
 def test_an_interrupt_while_the_engine_starts_ends_the_replica_at_once(kafka, tmp_path):
