@@ -575,7 +575,7 @@ EPISODES = [
     ("returns surrogate", EnvironmentFailed, "surrogates not allowed"),
     ("returns object", EnvironmentFailed, "returned no score: success is <object object"),
     ("returns spite", EnvironmentFailed, "no items"),
-    ("returns large", EnvironmentFailed, "the score has 100,000,"),
+    ("returns large", EnvironmentFailed, "its components and metrics need 100000024 bytes"),
 ]
 """Payloads of episodes, and the error with which each ends: None for a score of 1."""
 
