@@ -8,8 +8,8 @@ GPU ?= $(if $(wildcard $(VENV)/.installed-gpu),1)
 LOCK := requirements$(if $(GPU),-gpu).lock
 STAMP := $(VENV)/.installed$(if $(GPU),-gpu)
 # Tests run beside each other, a file in one process (tests/workers.py). Half of the time they wait for processes that
-# they have started, so that three keep two cores busy.
-WORKERS ?= 3
+# they have started, so that four keep two cores busy.
+WORKERS ?= 4
 FOLDERS := schemas kernels producers streams trainer consumers compose
 # Tests and roles are many processes: without bytecode, which containers often forbid, each compiles what it imports.
 export PYTHONDONTWRITEBYTECODE :=

@@ -1,6 +1,6 @@
 """Distribution of tests to the workers of `make test`.
 
-    python -m pytest -p tests.workers --numprocesses 3 --no-loadscope-reorder
+    python -m pytest -p tests.workers --numprocesses 4 --no-loadscope-reorder
 
 Each worker imports every test file, and pytest rewrites the assertions of each file that has no bytecode yet, which
 takes half of the time. So each worker begins with other folders, and later finds the bytecode of the folders that the
