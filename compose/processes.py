@@ -211,13 +211,12 @@ class ChildGuard:
         return self
 
     def __exit__(self, kind: object, *_error: object) -> None:
+        # After an interrupt, while the command ended its roles, some of them may be left: the guard ends them.
         if kind is None:
             self._tell(DONE)
-        else:
-            # An interrupt while the command ended its roles may have left some of them: the guard ends them.
-            assert self._process.stdin is not None
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
 
     def _tell(self, word: str) -> None:
