@@ -69,7 +69,6 @@ class RecordProducer:
         self._producer = Producer(producer_settings(kafka, client_id) | (own or {}))
         self._kafka = kafka
         self._accepted = False
-        self._first_topic = ""
         self._failure = ""
 
     def send(
@@ -105,7 +104,6 @@ class RecordProducer:
     ) -> None:
         """Queue raw bytes for a topic, by its full name. Waits while the local queue is full."""
         self._raise_failure()
-        self._first_topic = self._first_topic or full_topic
         arguments: dict[str, Any] = {"key": key, "on_delivery": on_delivery or self._delivered}
         if partition is not None:
             arguments["partition"] = partition
@@ -146,12 +144,12 @@ class RecordProducer:
 
     def flush(self, timeout_s: float = DELIVERY_TIMEOUT_MS / 1000) -> None:
         """Wait until the log has acknowledged all records. Raises DeliveryError."""
-        if self._first_topic and not self._accepted:
+        if len(self._producer) and not self._accepted:
             # librdkafka requests an idempotent producer's id when it receives metadata and is connected to a broker,
             # otherwise every half second. The first answer comes over a connection that it then replaces.
             for _ in range(2):
                 with suppress(KafkaException):
-                    self._producer.list_topics(self._first_topic, min(timeout_s, METADATA_S))
+                    self._producer.list_topics(timeout=min(timeout_s, METADATA_S))
         left = self._producer.flush(timeout_s)
         self._raise_failure()
         if left:
