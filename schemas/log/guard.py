@@ -153,7 +153,7 @@ class ReadingGuard:
     def __init__(self, consumer: Consumer, name: str, kafka: KafkaSettings, isolation: str = "read_committed") -> None:
         self._consumer = consumer
         self._name = name
-        self.log = EndsClient(kafka, f"{name}, ends", isolation)
+        self.ends_client = EndsClient(kafka, f"{name}, ends", isolation)
         self._watch = ReadingWatch(kafka.stall_timeout_s, time.monotonic())
         self._troubles: list[LookupError] = []
         self._warned: set[Partition] = set()
@@ -210,7 +210,7 @@ class ReadingGuard:
         if not self._watch.due(time.monotonic()):
             return
         try:
-            ends = self.log.ends(positions, LOOK_TIMEOUT_S)
+            ends = self.ends_client.ends(positions, LOOK_TIMEOUT_S)
         except KafkaException as error:
             silent_s = self._watch.unanswered(time.monotonic())
             if silent_s is not None:
@@ -237,4 +237,4 @@ class ReadingGuard:
         self._watch.rest()
 
     def close(self) -> None:
-        self.log.close()
+        self.ends_client.close()

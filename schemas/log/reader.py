@@ -139,7 +139,7 @@ class PartitionReader:
 
     def ends(self, partitions: Iterable[Partition] | None = None) -> dict[Partition, int]:
         """Return the end of these or of all partitions: the offset that the next record of each will have."""
-        bounds = self._guard.log.bounds(self._next if partitions is None else partitions)
+        bounds = self._guard.ends_client.bounds(self._next if partitions is None else partitions)
         return {partition: high for partition, (_, high) in bounds.items()}
 
     def read_until(

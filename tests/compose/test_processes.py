@@ -247,9 +247,6 @@ def test_a_parent_that_is_killed_while_it_starts_a_child_leaves_none(tmp_path: P
 def test_an_interrupt_during_the_imports_ends_a_command_without_a_traceback(tmp_path: Path, module: str):
     (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-
-    done = subprocess.run(
-        [sys.executable, "-m", "tidemill", "topics"],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tidemill", "topics"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

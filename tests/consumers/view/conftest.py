@@ -24,6 +24,7 @@ import pytest
 
 from tests.consumers.view.run_records import ONLINE_STEP, TOKENIZER
 from tests.waiting import until
+from tidemill.compose.processes import TIDEMILL
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import QueryResult, ask
 
@@ -36,7 +37,6 @@ REQUIRED = "TIDEMILL_BROWSER"
 SCREENSHOTS = "TIDEMILL_SCREENSHOTS"
 """Directory for the screenshots of each view; if it is not set, none is made."""
 START_S = 120.0
-TIDEMILL = ("-m", "tidemill")
 WITHOUT_REST = (
     "-c",
     "import runpy; from tidemill.consumers.view import tables; tables.REST_S = 0.5; "

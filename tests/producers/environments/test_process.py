@@ -454,7 +454,7 @@ async def a_stopped_worker_fails_no_episode():
     await hosted.close()
 
 
-async def an_episode_that_ignores_its_cancellation_gets_no_company():
+async def a_process_whose_episode_ignores_its_cancellation_gets_no_more_episodes():
     hosted = await start(limits=SHORT)
     policy = FakePolicy()
     stays = asyncio.create_task(outcome(hosted, "waits"))
@@ -476,12 +476,12 @@ async def an_episode_that_ignores_its_cancellation_gets_no_company():
 
 
 async def test_the_answer_timeout():
-    """What takes the whole of it, side by side; the worker that stops has its own event loop."""
+    """Cases that last for the whole timeout, side by side; the worker that stops has its own event loop."""
     await asyncio.gather(
         asyncio.to_thread(asyncio.run, a_stopped_worker_fails_no_episode()),
         a_hang_is_found_after_the_configured_time(),
         many_long_steps_are_not_a_hang(),
-        an_episode_that_ignores_its_cancellation_gets_no_company(),
+        a_process_whose_episode_ignores_its_cancellation_gets_no_more_episodes(),
     )
 
 

@@ -251,9 +251,8 @@ def test_any_json_is_answered_and_the_next_valid_request_too(requests: list[tupl
 
 
 async def test_keys() -> None:
-    import openai
-
     """A key is valid only for its own rollout, until the episode ends."""
+    import openai
 
     async with AgentEndpoint() as endpoint:
         one, two = policy_of(echo, endpoint.open), policy_of(lambda _: "two", endpoint.open)
