@@ -9,7 +9,8 @@ only one meaning, and a new verdict is a change of this file. Invariants:
   with the trial of another version;
 - a rejection is permanent. It does not change the limit, so it never ends a hold;
 - people have priority over the gate: only a person's promotion or a release ends a hold or a person's roll-back. What a
-  gate decides before it has read the hold has no effect, and is kept in `overrun` until the gate revokes it.
+  gate decides before it has read the hold has no effect, and is kept in `overrun` until the gate revokes it, except for
+  a hold of its own.
 
 With the versions of the branch (`made`) the fold also returns which of them may be trained on. Every step makes one
 version, whose parent is the version that it started from. The line of a version is the version and its ancestors.
@@ -54,7 +55,7 @@ LIMITS = {
 NAMES = frozenset({GateVerdict.PROMOTE, GateVerdict.ROLL_BACK})
 """Verdicts that name the version that everyone is served."""
 
-_MOVES = (GateVerdict.PROMOTE, GateVerdict.CANARY, GateVerdict.ROLL_BACK)
+_MOVES = (GateVerdict.PROMOTE, GateVerdict.CANARY, GateVerdict.ROLL_BACK, GateVerdict.HOLD)
 """Verdicts of a gate that have no effect during a hold."""
 
 
@@ -173,8 +174,9 @@ class BranchDecisions:
                 self._end_trial(decision)
             return f"a decision to {decision.verdict.value} names no version"
         if self.hold is not None and by_gate(decision) and decision.verdict in _MOVES:
-            # A gate revokes an overrun by repeating the hold as a roll-back to the held version.
-            self.overrun = None if decision.verdict is GateVerdict.ROLL_BACK else decision
+            # A gate revokes an overrun by repeating the hold as a roll-back to the held version; a hold needs none.
+            if decision.verdict is not GateVerdict.HOLD:
+                self.overrun = None if decision.verdict is GateVerdict.ROLL_BACK else decision
             return ""
         match decision.verdict:
             case GateVerdict.CANARY:

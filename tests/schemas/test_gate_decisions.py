@@ -59,7 +59,7 @@ def taken(log: list[GateDecision]) -> list[GateDecision]:
     found: list[GateDecision] = []
     held = False
     for made in log:
-        moves = made.verdict in (V.PROMOTE, V.CANARY, V.ROLL_BACK)
+        moves = made.verdict in (V.PROMOTE, V.CANARY, V.ROLL_BACK, V.HOLD)
         if (made.version is None and made.verdict is not V.RELEASE) or (held and by_gate(made) and moves):
             continue
         found.append(made)
@@ -156,6 +156,13 @@ def test_a_gates_decision_after_a_persons_hold_has_no_effect():
     assert (branch.limit, branch.overrun) == (hold, None)
     branch.observe(decision(V.PROMOTE, 3))
     assert (branch.hold, branch.named) == (None, [0, 3])
+
+
+@pytest.mark.parametrize("verdict", [V.HOLD, V.ROLL_BACK])
+def test_a_gates_hold_does_not_replace_a_persons(verdict):
+    persons, late = decision(verdict, 0), decision(V.HOLD, 3, gate=True)
+    branch = folded([decision(V.PROMOTE, 3), persons, late])
+    assert (branch.limit, branch.hold, branch.overrun) == (persons, persons, None)
 
 
 @pytest.mark.parametrize(
