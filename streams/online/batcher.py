@@ -94,6 +94,8 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                     self._take(outcome, located.offset)
                 return problem
             case UserRequest() as request if request.wish is UserWish.ERASE:
+                if not request.user_id:
+                    return "a user's request names no user"
                 if problem := too_long(request.user_id):
                     return problem
                 self._erase(request)

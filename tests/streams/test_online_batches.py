@@ -506,6 +506,7 @@ BROKEN = {
     "reserved id": (outcome("\x00a"), {}),
     "long id": (outcome("a" * 257), {}),
     "long user": (request(UserWish.ERASE, 1, user_id="u" * 257), {}),
+    "request of nobody": (request(UserWish.ERASE, 103, user_id=""), {}),
     "neither": (outcome("a", reward=None), {}),
     "both": (outcome("a", exclusion="bot"), {}),
     "nan": (outcome("a", reward=math.nan), {}),
@@ -523,7 +524,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_records_are_rejected_and_the_stream_continues(name):
     record, changes = BROKEN[name]
-    log = Log(outcome("ok"))
+    log = Log(outcome("ok", user_id=""))
     log.write(103, record, **changes).write(104, outcome("too")).tick(200)
     outputs, _ = run(log)
     (rejected,) = [o for o in outputs if isinstance(o, Rejected)]
