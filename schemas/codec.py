@@ -213,6 +213,7 @@ class _Registry:
                 self._ids[record_type] = self._client.register_schema(f"tidemill.{record_type.__name__}", schema)
             except Exception as error:  # of the client's HTTP library, or its own
                 raise _registry_error(error) from error
+            self._schemas[self._ids[record_type]] = _current()[record_type]  # its own values need no further request
         return self._ids[record_type]
 
     def schema_of(self, schema_id: int) -> _Schema:

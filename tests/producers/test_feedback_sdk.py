@@ -166,6 +166,19 @@ def test_a_schema_registry_that_fails_is_an_unreachable_log(monkeypatch):
         assert feedback.counts.accepted == 0
 
 
+def test_a_failure_is_reported_also_if_the_schema_registry_has_failed_by_then(monkeypatch):
+    kafka = KafkaSettings(bootstrap=NOWHERE, registry_url="mock://feedback")
+    with FeedbackProducer(kafka, PRODUCT, delivery_timeout_s=0.1) as feedback:
+        feedback._queue._partitions = 1
+        monkeypatch.setattr(type(feedback._queue._codec._registry._client), "get_schema", None)
+        for count, name in enumerate(("first", "second"), 1):  # the thread of the callbacks lives on
+            feedback.thumbs_up(token(), user="ann", event_id=name)
+            until(lambda count=count: feedback.counts.failed == count, "the failure")
+        with pytest.raises(FeedbackNotDelivered) as lost:
+            feedback.flush(DEADLINE_S)
+        assert [failed.event.event_id for failed in lost.value.failed] == ["first", "second"]
+
+
 def deliver(feedback: FeedbackProducer, name: str, event_id: str) -> int:
     """Send a signal until the log has it, since a slow machine may need several deadlines. Return the failed tries."""
     for tries in range(60):
