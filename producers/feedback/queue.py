@@ -95,7 +95,7 @@ class FeedbackQueue:
         self._failures: deque[FailedEvent] = deque(maxlen=FAILURES_KEPT)
         self._unreported = 0
         self._partitions = 0
-        """The topic's partition count; 0 until a broker has answered."""
+        """The topic's partition count; 0 until a broker, and the schema registry if there is one, have answered."""
         self._asking = threading.Lock()
         self._come: deque[tuple[Waiter, str]] = deque()
         """Ended records of `deliver` with their reasons, from the poller's thread."""
@@ -129,7 +129,7 @@ class FeedbackQueue:
             RuntimeError: the queue is closed, or was made before a fork.
         """
         if not self._partitions:
-            self.find_partitions(deadline)
+            self._begin(record, deadline)
         while not self.offer(record, on_end):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -137,7 +137,7 @@ class FeedbackQueue:
             self._producer.poll(min(ROOM_POLL_S, left))
 
     def offer(self, record: Feedback, on_end: OnEnd) -> bool:
-        """Queue one record without waiting, when the partition count is known; return whether there was room.
+        """Queue one record without waiting, after the queue's first requests; return whether there was room.
 
         Raises like `put`.
         """
@@ -152,8 +152,6 @@ class FeedbackQueue:
             )
         except BufferError:
             return False
-        except RegistryError as error:
-            raise LogUnreachable(str(error)) from error
         except KafkaException as error:
             reason = f"the producer can write no more ({error}): make a new one"
             raise FeedbackNotDelivered(reason, (FailedEvent(record, str(error)),)) from error
@@ -169,7 +167,7 @@ class FeedbackQueue:
         """
         deadline = time.monotonic() + deadline_s
         if not self._partitions:
-            await asyncio.to_thread(self.find_partitions, deadline)
+            await asyncio.to_thread(self._begin, records[0], deadline)
         waiters: list[Waiter] = []
         for record in records:
             waiter: Waiter = asyncio.get_running_loop().create_future()
@@ -186,12 +184,20 @@ class FeedbackQueue:
         reasons = [waiter.result() if waiter.done() else late for waiter in waiters]
         return reasons + [NO_ROOM] * (len(records) - len(waiters))
 
-    def find_partitions(self, deadline: float) -> None:
-        """Request the topic's partition count from a broker, once. Raises LogUnreachable, LookupError."""
+    def _begin(self, record: Feedback, deadline: float) -> None:
+        """Request what all records need, once: the topic's partition count, and their schema's id from a registry.
+
+        Raises LogUnreachable, LookupError.
+        """
         if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise LogUnreachable("no Kafka broker answered within the deadline")
         try:
-            self._partitions = self._partitions or self.ask_partitions(deadline - time.monotonic())
+            if not self._partitions:
+                partitions = self.ask_partitions(deadline - time.monotonic())
+                self._codec.encode(record)
+                self._partitions = partitions
+        except RegistryError as error:
+            raise LogUnreachable(str(error)) from error
         finally:
             self._asking.release()
 

@@ -143,33 +143,46 @@ def test_the_error_for_a_missing_topic_says_how_to_create_it(kafka, topic_prefix
         feedback.thumbs_up(token(), user="ann")
 
 
-def test_a_topic_whose_partitions_no_broker_names_is_an_unreachable_log(monkeypatch):
-    class Partless(queue.Producer):  # type: ignore[misc]  # the client's class is not typed
+def answer_of_a_broker(monkeypatch, partitions: dict[int, None]) -> None:
+    class Answered(queue.Producer):  # type: ignore[misc]  # the client's class is not typed
         def list_topics(self, **_):
-            unnamed = SimpleNamespace(partitions={}, error="no leader")
-            return SimpleNamespace(topics={Names(KafkaSettings().topic_prefix).of(Topic.FEEDBACK): unnamed})
+            named = SimpleNamespace(partitions=partitions, error="no leader")
+            return SimpleNamespace(topics={Names(KafkaSettings().topic_prefix).of(Topic.FEEDBACK): named})
 
-    monkeypatch.setattr(queue, "Producer", Partless)
+    monkeypatch.setattr(queue, "Producer", Answered)
+
+
+def test_a_topic_whose_partitions_no_broker_names_is_an_unreachable_log(monkeypatch):
+    answer_of_a_broker(monkeypatch, {})
     with FeedbackProducer(NOWHERE, PRODUCT) as feedback, pytest.raises(LogUnreachable, match="no leader"):
         feedback.thumbs_up(token(), user="ann")
 
 
-def test_a_schema_registry_that_fails_is_an_unreachable_log(monkeypatch):
+async def test_a_schema_registry_that_fails_is_an_unreachable_log_and_blocks_no_event_loop(monkeypatch):
+    asked_in = []
+
     def fail(_codec: Codec, _record: object) -> bytes:
+        asked_in.append(threading.current_thread())
         raise RegistryError("the schema registry failed")
 
+    answer_of_a_broker(monkeypatch, {0: None})
     monkeypatch.setattr(Codec, "encode", fail)
     with FeedbackProducer(NOWHERE, PRODUCT) as feedback:
-        feedback._queue._partitions = 1
         with pytest.raises(LogUnreachable, match="schema registry"):
             feedback.thumbs_up(token(), user="ann")
         assert feedback.counts.accepted == 0
+    asked_in.clear()
+    async with AsyncFeedbackProducer(NOWHERE, PRODUCT) as feedback:
+        for _ in range(2):
+            with pytest.raises(LogUnreachable, match="schema registry"):
+                await feedback.thumbs_up(token(), user="ann")
+    assert len(asked_in) == 2 and threading.current_thread() not in asked_in
 
 
 def test_a_failure_is_reported_also_if_the_schema_registry_has_failed_by_then(monkeypatch):
     kafka = KafkaSettings(bootstrap=NOWHERE, registry_url="mock://feedback")
+    answer_of_a_broker(monkeypatch, {0: None})
     with FeedbackProducer(kafka, PRODUCT, delivery_timeout_s=0.1) as feedback:
-        feedback._queue._partitions = 1
         monkeypatch.setattr(type(feedback._queue._codec._registry._client), "get_schema", None)
         for count, name in enumerate(("first", "second"), 1):  # the thread of the callbacks lives on
             feedback.thumbs_up(token(), user="ann", event_id=name)
