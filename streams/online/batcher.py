@@ -211,7 +211,9 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
             return MIXED_VERSIONS
         if self._settings.leftovers == "drop" and version != self.current_version:
             return OLD_VERSION
-        if not outcome.user_id:
+        batch = self._open.get(version)
+        if not outcome.user_id or (batch is not None and batch.map_version != outcome.map_version):
+            # Members with rewards of another map leave before this outcome is added.
             return ""
         own = [w for w in self._room.of_version(version) if w.user_id == outcome.user_id]
         tokens = sum(w.figures.tokens for w in own) + outcome.sampled_tokens

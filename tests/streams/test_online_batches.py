@@ -451,6 +451,13 @@ def test_rewards_of_two_maps_are_in_two_batches():
     assert (names(one(few)), one(few).dropped) == (["c", "d"], {"old_map": 1})
 
 
+def test_rewards_of_an_old_map_leave_a_user_their_share_of_the_next_batch():
+    log = Log(outcome("a", user_id="u"))
+    log.write(103, outcome("b", user_id="u", sampled_tokens=15, map_version="map-2"))
+    log.write(104, outcome("c", map_version="map-2")).tick(200)
+    assert (names(one(log)), one(log).dropped) == (["b", "c"], {"old_map": 1})
+
+
 def test_selection_reports_both_served_and_trained():
     log = Log(
         outcome("a", sampled_tokens=4, latency_ms=10.0, user_id="u"),
