@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.gate_decisions import NAMES, BranchDecisions, CanaryTrial, by_gate
+from tidemill.schemas.gate_decisions import EVIDENCE, NAMES, BranchDecisions, CanaryTrial, by_gate
 from tidemill.schemas.records import (
     AckStatus,
     Arm,
@@ -172,7 +172,9 @@ class Branch:
             if not self._origin and stable.get("users", 0.0) >= self._gate.min_users:
                 self._origin = means
             self.settled_at = decision.at
-        if decision.verdict is GateVerdict.RELEASE and held is not None and by_gate(held):
+        # Old decisions do not say whether evidence decided.
+        found_change = held is not None and by_gate(held) and held.numbers.get(EVIDENCE, 1.0) > 0.0
+        if decision.verdict is GateVerdict.RELEASE and found_change:
             self._origin = {}
         if decision.verdict is GateVerdict.PROMOTE:
             self.watch = None

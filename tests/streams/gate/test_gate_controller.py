@@ -220,6 +220,24 @@ def test_many_small_changes_are_detected_against_the_first_baseline():
     assert product.last().verdict is GateVerdict.PROMOTE, "the release accepted the drift"
 
 
+def test_a_release_after_a_hold_without_evidence_accepts_no_drift():
+    product = Product(QUICK.model_copy(update={"margin": 0.01, "max_interactions": 40}))
+    product.start()
+
+    def compared(edit_made: float) -> GateDecision:
+        while not product.serve("stable", 0, 0.0, observed={"edit_made": edit_made}) and not product.serve(
+            "canary", 1, 0.0, observed={"edit_made": edit_made}
+        ):
+            pass
+        return product.last()
+
+    assert (compared(1.0).verdict, product.last().numbers[EVIDENCE]) == (GateVerdict.HOLD, 0.0)
+    product.write(said(GateVerdict.RELEASE, None, product.now))
+    tick(product, 2.0)
+    made = compared(0.0)
+    assert made.verdict is GateVerdict.HOLD and "first baseline by more than the tolerance: edit_rate" in made.reason
+
+
 def collapse(product, version=1, most=400):
     return next((made for _ in range(most) if (made := product.serve("stable", version, -1.0))), [])
 
