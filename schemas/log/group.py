@@ -53,6 +53,8 @@ class GroupConsumer:
         for tp in partitions:
             self._next.pop((tp.topic, tp.partition), None)
             self._paused.discard((tp.topic, tp.partition))
+        # A partition may come back later: while others have it, this member makes no progress with it.
+        self._guard.rest()
         consumer.incremental_unassign(partitions)
 
     def poll(self, timeout_s: float = 0.1, max_records: int = 100) -> list[ConsumedRecord]:

@@ -8,7 +8,11 @@ import sys
 import time
 
 import pytest
+from confluent_kafka import TopicPartition
 
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.guard import IdleTimes, ReadingWatch
 from tidemill.schemas.log.liveness import EXIT_HUNG, Deadline
 
@@ -69,6 +73,17 @@ def test_a_log_that_does_not_answer_is_reported_once_and_so_is_its_return():
     assert watch.answered(60.0) == pytest.approx(54.0)
     assert not watch.observe(HERE, 5, 9, 60.0), "nothing could be read meanwhile"
     assert watch.answered(61.0) is None
+
+
+def test_a_partition_that_another_member_had_meanwhile_is_not_stalled():
+    member = GroupConsumer(KafkaSettings(bootstrap="127.0.0.1:9"), "test", [Topic.TASKS], client_id="test-member")
+    watch, partition = member._guard._watch, TopicPartition(*HERE, 5)
+    member._consumer.incremental_assign([partition])
+    watch.observe(HERE, 5, 9, 0.0)
+    member._revoke(member._consumer, [partition])
+    assert not watch.observe(HERE, 5, 9, 3600.0), "it came back an hour later"
+    assert watch.observe(HERE, 5, 9, 7200.0)
+    member.close()
 
 
 def test_no_timeout_checks_nothing():
