@@ -82,6 +82,8 @@ class SkipPublisher:
         """One for each version that gets skip-deltas; some that have ended."""
         self._bases: dict[int, HeldVersion] = {}
         self._stop = threading.Event()
+        self._lost = False
+        """Whether a rank was lost: each further call would wait for it again."""
         self.published = 0
         """Skip-deltas in the log."""
         self.dropped = 0
@@ -119,21 +121,26 @@ class SkipPublisher:
 
     def _make(self, weights: HeldVersion, skips: list[Skip], lengths: tuple[int, ...]) -> None:
         """Publish the skip-deltas that lead to `weights`, which are the next base for `lengths`."""
+        left = len(skips)
         try:
             # Every rank takes up every job, so that none waits for another that is being closed.
-            if self._beside.from_first(self._stop.is_set):
-                self.dropped += len(skips)
+            if self._lost or self._beside.from_first(self._stop.is_set):
+                self.dropped += left
                 return
             for skip in skips:
                 try:
                     self._publish(weights, skip)
+                except RanksLostError:
+                    raise
                 except Exception:  # noqa: BLE001 - after any error the version is whole without its skip-delta
                     self.dropped += 1
                     _log.exception("version %d gets no skip-delta from version %d", weights.version, skip.base)
+                left -= 1
             self._bases.update(dict.fromkeys(lengths, weights))
         except RanksLostError:
-            self.dropped += len(skips)
-            _log.exception("version %d gets no skip-deltas", weights.version)
+            self._lost = True
+            self.dropped += left
+            _log.exception("version %d gets no more skip-deltas", weights.version)
 
     def _publish(self, new: HeldVersion, skip: Skip) -> None:
         base = self._base(skip, new)

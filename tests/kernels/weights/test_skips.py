@@ -2,11 +2,17 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from tests.kernels.weights.conftest import read_anchor
+from tidemill.kernels.block import CodecSettings
+from tidemill.kernels.weights.bits import Weight
+from tidemill.kernels.weights.held import HeldVersion
 from tidemill.kernels.weights.publish import PublishSettings
-from tidemill.kernels.weights.skips import SkipPublisher
+from tidemill.kernels.weights.ranks import Ranks, RanksLostError
+from tidemill.kernels.weights.skips import Skip, SkipPublisher
+from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.records import Manifest, SkipDelta
 
 EXPECTED = [(2, 0), (4, 0), (4, 2), (6, 4), (8, 4), (8, 6)]
@@ -148,3 +154,25 @@ def test_a_record_contains_its_run_and_branch(publication, open_publisher, views
     assert (skip.run_id, skip.branch) == (publication.run.run_id, "candidate")
     assert skip.published_at >= publication.manifests("candidate")[-1].published_at
     assert read_anchor(publication.manifests("candidate")[0].anchor.uri).keys() == views[0].keys()
+
+
+class LosingRanks(Ranks):
+    """A job that loses a rank during the first skip-delta."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def gather(self, make):
+        self.waits += 1
+        raise RanksLostError("a rank ended or did not answer in time")
+
+
+def test_a_lost_rank_is_waited_for_once(tmp_path):
+    ranks, weights = LosingRanks(), {"w": Weight("bfloat16", np.arange(8, dtype=np.uint16))}
+    publisher = SkipPublisher(KafkaSettings(), RunSettings(), skipping(), CodecSettings(), str(tmp_path), ranks)
+    base, new = (HeldVersion.copy_of(version, weights) for version in (4, 8))
+    publisher._bases = {4: base, 2: base}
+    for _ in range(2):
+        publisher._make(new, [Skip(4, 4, None), Skip(2, 4, None)], ())
+    publisher.close()
+    assert (ranks.waits, publisher.published, publisher.dropped) == (1, 0, 4)
