@@ -220,7 +220,11 @@ class ReplicaState:
         self._graph.forget_tensors(version)
 
     def refused(self, step: PathStep) -> None:
-        """Exclude a step that cannot be used, for which a retry cannot help."""
+        """Exclude a step that cannot be used, for which a retry cannot help.
+
+        The caller acknowledges the version of a refused delta, except before a version is served: no acknowledgement
+        can be written then, so `refusals` returns it later.
+        """
         self._graph.refuse(step)
-        if isinstance(step, Delta):
+        if isinstance(step, Delta) and self.serving is not None:
             self._answered.add(step.version)

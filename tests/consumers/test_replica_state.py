@@ -158,6 +158,17 @@ def test_a_bad_anchor_is_replaced_by_an_older_one():
     assert way(state) == (0, [(0, 1)])
 
 
+def test_a_delta_that_was_refused_while_the_replica_joined_is_acknowledged_when_it_serves():
+    state = ReplicaState("r", "main")
+    for one in (first(), manifest(1), manifest(2)):
+        state.observe(one)
+    state.refused(state.plan().path.deltas[1])
+    state.refused(state.plan().path.deltas[0])
+    assert way(state) == (0, [])
+    state.proved(0)
+    assert state.plan() is None and refused(state) == [1, 2] and refused(state) == []
+
+
 def test_a_replica_that_is_behind_takes_the_path_with_the_fewest_bytes():
     behind = [manifest(version) for version in range(1, 9)]
     assert way(serving(0, *behind)) == (None, [(v - 1, v) for v in range(1, 9)])
