@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise, zip_longest
 from operator import itemgetter
 from pathlib import Path
 
@@ -238,9 +238,9 @@ def by_version(
 
 
 def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> Painted:
-    """Colour tokens by the probability with which each was sampled."""
+    """Colour tokens by the probability with which each was sampled; those without a logprob have no colour."""
     paints = list[Paint]()
-    for sampled, logprob in zip(mask, logprobs, strict=True):
+    for sampled, logprob in islice(zip_longest(mask, logprobs), len(mask)):
         if sampled and logprob is not None:
             probability = math.exp(min(0.0, logprob))
             number = next(n for n, (least, _words) in enumerate(BOUNDS) if probability >= least)

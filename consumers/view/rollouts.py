@@ -158,7 +158,8 @@ def _messages(
 ) -> dict[str, Any]:
     """Return the messages of tokens [begin, begin + TOKENS) of a row of `rollout_tokens`, and their colour legend."""
     ids, mask, lengths = of["token_ids"], of["loss_mask"], [int(n) for n in of["lengths"]]
-    end = min(begin + TOKENS, len(ids))
+    # Any process may have written the arrays, so that one may be shorter.
+    end = min(begin + TOKENS, len(ids), len(mask))
     texts = known.texts(ids[begin:end]) if known else [f"{number} " for number in ids[begin:end]]
     window = mask[begin:end]
     # A turn that contains only line breaks would look empty.

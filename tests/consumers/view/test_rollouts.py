@@ -206,13 +206,13 @@ class OneRow(Tables):
         return TableRows(tuple(self.of), ("String",) * len(self.of), [list(self.of.values())], False, 0.0)
 
 
-def conversation_of(**of: Any) -> str:
+def conversation_of(colour: str = "", **of: Any) -> str:
     """Return the conversation of a row of `rollout_tokens`, on a page without a tokenizer."""
     names = ("lengths", "token_ids", "loss_mask", "logprobs")
     spans = [f"span_{part}" for part in ("segments", "versions", "starts", "ends")]
     row = {**{name: [] for name in (*names, *spans)}, "failure": "", "claim_uri": None, "claim_bytes": None, **of}
     client = TestClient(application(OneRow(row), ViewSettings()), base_url="http://127.0.0.1")
-    return words(client.get("/part/conversation?rollout_id=r").text)
+    return words(client.get(f"/part/conversation?rollout_id=r&colour={colour}").text)
 
 
 def test_a_rollout_whose_tokens_are_in_the_store_says_where():
@@ -225,6 +225,12 @@ def test_without_a_tokenizer_ids_are_numbers_and_the_setting_is_named():
     assert "tidemill view --set view.model=DIRECTORY" in told
     assert "8 9" in told
     assert "not sampled" in told
+
+
+@pytest.mark.parametrize("colour", ["", "mask", "version", "logprob", "advantage"])
+def test_arrays_of_unequal_lengths_are_shown_as_far_as_they_go(colour: str):
+    told = conversation_of(colour, lengths=[3], token_ids=[701, 802, 903], loss_mask=[0, 1], logprobs=[-1], advantage=1)
+    assert [number in told for number in ("701", "802", "903")] == [True, True, False]
 
 
 def test_messages_begin_at_marks_and_where_the_mask_changes():
