@@ -188,7 +188,7 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
         if run.served and run.is_kept(place) and place not in run.served_at_place:
             yield Finding(last.place, f"interaction {name} ended, and {place} is no interaction")
     for name, answer in run.served.items():
-        if run.ends.get(name) or run.letters.get(answer.place):
+        if run.ends.get(name) or answer.place in run.letters:
             continue
         if rules.complete or run.clock_us > answer.record.served_at + rules.horizon_us + rules.grace_us:
             yield Finding(answer.place, f"interaction {name} was served and never ended")

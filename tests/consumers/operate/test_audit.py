@@ -312,3 +312,11 @@ def test_a_step_on_an_answer_between_two_erasures_is_no_fault():
     assert [str(check.first) for check in log.audit().failed] == []
     log.put_bytes(Topic.INTERACTIONS, "i0", None, START_US + 61 * SECOND)
     assert [str(check.first) for check in log.audit().failed] == []
+
+
+def test_a_dead_letter_without_a_reason_ends_its_answer_too():
+    log = sound_log()
+    offset = next(one.offset for one in log.located(Topic.INTERACTIONS) if one.key == b"i3")
+    assert "interactions" in {check.name for check in log.audit(complete=True).failed}
+    log.letters[Topic.INTERACTIONS, offset] = ""
+    assert "interactions" not in {check.name for check in log.audit(complete=True).failed}
