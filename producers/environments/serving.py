@@ -110,6 +110,9 @@ class HostedEpisode(base.Policy):
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> base.Reply:
         conversation, offered = checked_messages(messages), checked_tools(tools)
+        if not isinstance(max_tokens, int | None) or not isinstance(trained, bool):
+            # The worker accepts no such message.
+            raise BadMessage("`max_tokens` must be a whole number or None, and `trained` True or False")
         if self.over or self.fault:
             raise base.GenerationFailed("the episode is over" if self.over else self.fault)
         server, request = self._server, next(self._server.requests)

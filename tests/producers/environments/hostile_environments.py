@@ -262,6 +262,12 @@ class Hostile(Environment):
     async def passes(self, policy, word):
         await policy.chat([{"role": "user", "content": word}])
 
+    async def passes_max_tokens(self, policy, word):
+        await policy.chat([ASK], max_tokens=float(word))
+
+    async def passes_trained(self, policy, word):
+        await policy.chat([ASK], trained=int(word))
+
     async def gives_up(self, policy, _word):
         """Give up a call until the policy reports one; a call may end before the policy has begun it."""
         while True:

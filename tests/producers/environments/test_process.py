@@ -563,6 +563,8 @@ EPISODES = [
     ("passes full", ContextFull, ""),
     ("passes bad", BadMessage, ""),
     ("passes bug", ZeroDivisionError, ""),
+    ("passes_max_tokens 5", BadMessage, "`max_tokens` must be a whole number"),
+    ("passes_trained 1", BadMessage, "`trained` True or False"),
     ("wraps", GenerationFailed, "no replica"),
     ("swallows full failed bad", GenerationFailed, "no replica"),
     ("sends_large_message raised", GenerationFailed, "a call of the policy has 100,000,"),
