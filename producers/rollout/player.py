@@ -121,8 +121,8 @@ class Player:
         limit_s = min(left_s, self._settings.episode_timeout_s)
         limit = asyncio.timeout(limit_s)
         try:
-            environment = await self._environments.get(task)
             async with limit, policy.session:
+                environment = await self._environments.get(task)
                 try:
                     score = await environment.play(task, policy)
                 except (EnvironmentHung, ProcessLost):

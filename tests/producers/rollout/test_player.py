@@ -166,6 +166,22 @@ def test_an_environment_that_cannot_be_opened_is_tried_again_by_the_next_task(ne
     assert second.success
 
 
+def test_an_environment_that_does_not_open_fails_the_rollout_at_its_deadline(new_replica, chat, monkeypatch):
+    async def never(*_given):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("tidemill.producers.environments.open.open_environment", never)
+    settings = settings_for(new_replica(), episode_timeout_s=0.2)
+
+    async def main():
+        environments = EnvironmentSet([EnvironmentEntry(name="ledger")], settings)
+        async with open_replica_client(settings) as client, AgentEndpoint() as endpoint:
+            player = Player(settings, "w", environments, chat, client, endpoint)
+            return await asyncio.wait_for(player.play(task(), 1), 60)
+
+    assert failed(asyncio.run(main())).startswith("timeout: no result within 0.2 s")
+
+
 def scored(*components, success=True, metrics=None):
     async def odd(_task, policy):
         await policy.chat([USER])
