@@ -81,7 +81,7 @@ class RecordProducer:
         timestamp_ms: int | None = None,
         headers: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Queue one record. Raises ValueError if it does not fit its schema, DeliveryError for an earlier failure."""
+        """Queue one record. Raises ValueError if it does not fit its schema, and as `send_bytes`."""
         self.send_bytes(
             self._names.of(topic),
             self._codec.encode(record),
@@ -102,7 +102,10 @@ class RecordProducer:
         headers: Mapping[str, bytes] | Sequence[tuple[str, bytes | None]] | None = None,
         on_delivery: Any = None,  # noqa: ANN401 - librdkafka's callback
     ) -> None:
-        """Queue raw bytes for a topic, by its full name. Waits while the local queue is full."""
+        """Queue raw bytes for a topic, by its full name. Waits while the local queue is full.
+
+        Raises ValueError if they are too large for the log, DeliveryError for an earlier failure.
+        """
         self._raise_failure()
         arguments: dict[str, Any] = {"key": key, "on_delivery": on_delivery or self._delivered}
         if partition is not None:
@@ -117,6 +120,13 @@ class RecordProducer:
                 break
             except BufferError:
                 self._producer.poll(0.1)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
+                    raise
+                n_bytes = len(key or b"") + len(value or b"")
+                raise ValueError(
+                    f"a record of {n_bytes:,} bytes for {full_topic} is too large: the log takes records of up to 1 MiB"
+                ) from error
         self._producer.poll(0)
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:

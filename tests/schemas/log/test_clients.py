@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from confluent_kafka import Producer
@@ -220,6 +221,13 @@ def test_a_record_that_the_log_refuses_is_an_error(every_topic: KafkaSettings):
     producer = RecordProducer(absent, "test-writer")
     with pytest.raises(DeliveryError, match=r"for absent\.documents: .*: create the topics with `tidemill topics"):
         producer.send_acked(Topic.DOCUMENTS, [("d", document(1))])
+
+
+def test_a_record_that_is_too_large_is_an_error_that_names_its_topic_and_size():
+    producer = RecordProducer(KafkaSettings(bootstrap="127.0.0.1:9"), "test-writer")
+    large = replace(document(1), text="x" * (2 << 20))
+    with pytest.raises(ValueError, match=r"a record of 2,097,\d{3} bytes for tidemill\.documents is too large"):
+        producer.send(Topic.DOCUMENTS, large, key="k")
 
 
 def test_a_topic_that_does_not_exist_says_how_to_create_it(every_topic: KafkaSettings):
