@@ -16,6 +16,7 @@ from uuid import uuid4
 import fsspec
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import Claim, Interaction, Rollout
@@ -52,19 +53,23 @@ def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> Claim:
         opened = filesystem.open(written, "wb")
     state, n_bytes = xxhash.xxh3_128(), 0
     try:
-        try:
-            for piece in pieces:
-                with _store_errors(uri):
-                    opened.write(piece)
-                state.update(piece)
-                n_bytes += len(piece)
-        finally:
+        for piece in pieces:
             with _store_errors(uri):
-                opened.close()
-        if written != path:
-            with _store_errors(uri):
+                opened.write(piece)
+            state.update(piece)
+            n_bytes += len(piece)
+        with _store_errors(uri):
+            opened.close()
+            if written != path:
                 filesystem.mv(written, path)
     except BaseException:
+        with suppress(OSError):
+            if isinstance(opened, AbstractBufferedFile):
+                # Closing it would complete the upload, with a part of the object.
+                opened.closed = True
+                opened.discard()
+            else:
+                opened.close()
         if written != path:
             with suppress(OSError):
                 filesystem.rm_file(written)

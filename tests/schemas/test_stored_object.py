@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from tidemill.schemas.records import Claim
 from tidemill.schemas.stored_object import (
@@ -123,6 +126,42 @@ def test_nothing_is_left_of_an_object_that_was_not_finished(tmp_path):
     with pytest.raises(ValueError, match="no more"):
         put_object(f"{tmp_path}/one", pieces())
     assert list(tmp_path.iterdir()) == []
+
+
+class Upload(AbstractBufferedFile):
+    """A file of `Uploads`."""
+
+    def _initiate_upload(self):
+        self.parts = []
+
+    def _upload_chunk(self, final=False):
+        self.parts.append(self.buffer.getvalue())
+        if final:
+            self.fs.objects[self.path] = b"".join(self.parts)
+
+
+class Uploads(AbstractFileSystem):
+    """A store in memory that completes an upload when its file is closed, as object stores do."""
+
+    protocol = "uploads"
+    objects: ClassVar[dict[str, bytes]] = {}
+
+    def _open(self, path, mode="rb", **_options):
+        return Upload(self, path, mode, block_size=1)
+
+
+def test_an_upload_that_was_not_finished_replaces_no_object():
+    fsspec.register_implementation("uploads", Uploads, clobber=True)
+    put_object("uploads://bucket/one", [b"pay", b"load"])
+
+    def pieces():
+        yield b"pay"
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        put_object("uploads://bucket/one", pieces())
+    gc.collect()
+    assert list(Uploads.objects.values()) == [b"payload"]
 
 
 def test_nothing_is_left_open(tmp_path):
