@@ -88,7 +88,7 @@ class CheckpointStore:
         self._filesystem.makedirs(self._folder, exist_ok=True)
         ranks.gather(lambda: None if ranks.is_first else self._put(path, tensors, first_rows))
         ranks.on_first(lambda: self._put(path, tensors, header))
-        ranks.on_first(lambda: self._drop(pinned))
+        ranks.on_first(lambda: self._drop(state.step, pinned))
         return path
 
     def _put(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -107,8 +107,9 @@ class CheckpointStore:
                 "trainer.keep_checkpoints, and start the trainer again: it goes on from the log"
             ) from error
 
-    def _drop(self, pinned: Collection[int]) -> None:
-        for old in self.steps()[: -self._keep]:
+    def _drop(self, newest: int, pinned: Collection[int]) -> None:
+        # Later steps are of another log: a run's numbers only rise, so they do not count as its newest ones.
+        for old in [step for step in self.steps() if step <= newest][: -self._keep]:
             if old not in pinned:
                 self._filesystem.rm(self._path(old))
         kept = self.steps()

@@ -101,6 +101,14 @@ def test_the_newest_checkpoint_is_never_past_the_log(store: CheckpointStore) -> 
     assert [store.newest(last) for last in (2, 3, 5, 6, 9)] == [None, 3, 3, 6, 6]
 
 
+def test_checkpoints_of_another_log_do_not_replace_the_run_s_own(store: CheckpointStore) -> None:
+    """The run began again on new topics, with the same run id and store."""
+    for step in (10, 20, 3, 6, 9):
+        store.write(state_of(step), {"master/w": torch.zeros(1)})
+    assert store.newest(9) == 9
+    assert store.steps() == [6, 9, 10, 20]
+
+
 def test_pinned_steps_are_kept_while_they_are_pinned(store: CheckpointStore) -> None:
     for step in (1, 2, 3, 4):
         store.write(state_of(step), {"master/w": torch.zeros(1)}, pinned={1, 2})
