@@ -61,6 +61,8 @@ class ViewSettings(Section):
         token = self.token.get_secret_value()
         if token and len(token) < MIN_TOKEN:
             raise ValueError(f"view.token needs at least {MIN_TOKEN} characters")
+        if not (token.isascii() and token.isprintable()):
+            raise ValueError("view.token must be printable ASCII: the headers that carry it have no other characters")
         if not (is_loopback(self.host) or token or self.behind_proxy):
             raise ValueError(
                 f"view.host {self.host!r} can be reached from other machines: set view.token to a secret "

@@ -65,9 +65,11 @@ def status(answer: bytes) -> int:
         ({"host": "::"}, "view.token"),
         ({"host": "tidemill.example"}, "view.behind_proxy"),
         ({"token": "short"}, "at least 16"),
+        ({"token": "sixteen euros: €"}, "printable ASCII"),
+        ({"token": "a line break, too\n"}, "printable ASCII"),
     ],
 )
-def test_an_open_address_without_a_token_is_refused(settings: dict[str, str], told: str):
+def test_an_address_without_a_usable_token_is_refused(settings: dict[str, str], told: str):
     with pytest.raises(ValidationError, match=told):
         ViewSettings.model_validate(settings)
 
