@@ -55,7 +55,8 @@ def link(column: str, row: list[Any], columns: tuple[str, ...]) -> str:
         if column == offset and topic in columns and partition in columns and value is not None:
             place = (row[columns.index(topic)], row[columns.index(partition)], value)
             return f"/log/record?{urlencode(dict(zip(('topic', 'partition', 'offset'), place, strict=True)))}"
-    if value in (None, "") or column not in LINKS:
+    # A failed rollout has no version: -1.
+    if value in (None, "", -1) or column not in LINKS:
         return ""
     begin = LINKS[column]
     if column == "group_id" and "topic" in columns:

@@ -247,6 +247,11 @@ def test_an_input_of_a_step_leads_to_its_kind(topic: str, address: str):
     assert link("group_id", ["x", topic], ("group_id", "topic")) == address
 
 
+@pytest.mark.parametrize(("version", "address"), [(0, "/weights/0"), (-1, ""), (None, "")])
+def test_a_version_leads_to_its_page_and_no_version_nowhere(version: int | None, address: str):
+    assert link("version", [version], ("version",)) == address
+
+
 def test_a_row_leads_to_the_records_under_it():
     rows = TableRows(("run_id", "step"), ("String", "Int64"), [["a&b", 3]], False, 0.0)
     assert 'href="/ask?name=step_inputs&amp;param_step=3&amp;param_run=a%26b"' in table_body(rows, "step_inputs")
