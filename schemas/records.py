@@ -1007,4 +1007,5 @@ def rollout_id(group_id: str, index: int) -> str:
 def rollout_index(rollout_id: str) -> int | None:
     """Return the index in its group that a rollout's id contains; None for an id in another format."""
     number = rollout_id.rpartition("/")[2]
-    return int(number) if number.isdecimal() else None
+    # A record may hold any text: an index has at most the 19 digits of 64 bits, and Python refuses very long ones.
+    return int(number) if number.isdecimal() and len(number) <= 19 else None

@@ -182,7 +182,7 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
         user_erased = last.record.user_id in run.erasures
         if user_erased or name in run.erased or run.is_truncated(Topic.OUTCOMES):
             continue
-        if sorted(by_revision) != list(range(1 + max(by_revision))):
+        if sorted(by_revision) != list(range(len(by_revision))):
             yield Finding(last.place, f"the revisions of interaction {name} are not numbered from 0 without a gap")
         place = Position(Topic.INTERACTIONS.value, last.record.partition, last.record.offset)
         if run.served and run.is_kept(place) and place not in run.served_at_place:

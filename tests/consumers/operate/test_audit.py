@@ -320,3 +320,14 @@ def test_a_dead_letter_without_a_reason_ends_its_answer_too():
     assert "interactions" in {check.name for check in log.audit(complete=True).failed}
     log.letters[Topic.INTERACTIONS, offset] = ""
     assert "interactions" not in {check.name for check in log.audit(complete=True).failed}
+
+
+def test_numbers_of_any_size_are_audited():
+    log = sound_log()
+    log.change(Topic.OUTCOMES, r.Outcome, 0, revision=2**62)
+    (check,) = log.audit().failed
+    assert str(check.first).endswith("the revisions of interaction i0 are not numbered from 0 without a gap")
+    log = sound_log()
+    member = replace(log.group(0).members[0], rollout_id="g0/" + 5000 * "9")
+    log.change(Topic.GROUPS, r.Group, 0, members=[member])
+    assert "groups" in {check.name for check in log.audit().failed}
