@@ -153,6 +153,9 @@ def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
         yield _grouped_life(run, name, of, ())
     for at in run.tasks.values():
         task = at.record
+        if at.place in run.letters and task.task_id not in run.dispatched:
+            # The workers refused the task: it is a dead letter, and none of its rollouts is played.
+            continue
         for index in range(task.group_size):
             if (task.group_id, index) in seen:
                 continue

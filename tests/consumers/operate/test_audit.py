@@ -331,3 +331,14 @@ def test_numbers_of_any_size_are_audited():
     member = replace(log.group(0).members[0], rollout_id="g0/" + 5000 * "9")
     log.change(Topic.GROUPS, r.Group, 0, members=[member])
     assert "groups" in {check.name for check in log.audit().failed}
+
+
+@pytest.mark.parametrize("size", [300, 2**62])
+def test_the_rollouts_of_a_task_that_workers_refused_are_not_lost(size: int):
+    log = sound_log()
+    known = log.audit(ended=True).states
+    offset = log.put(task("large", size), at=START_US)
+    log.letters[Topic.TASKS, offset] = f"group_size is {size}, allowed are 1 to 256"
+    report = log.audit(ended=True)
+    assert report.states == known
+    assert report.counts["dead letters"] == sound_log().audit().counts["dead letters"] + 1
