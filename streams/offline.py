@@ -30,7 +30,7 @@ from tidemill.streams.merge import TopicMerge
 from tidemill.streams.state import MachineState
 
 CHANGES_EVERY = 500
-"""Number of records after which a machine's changes are taken and discarded, so that they do not fill the memory."""
+"""Number of records after which all machines' changes are taken and discarded, so that they do not fill the memory."""
 
 Decided = TypeVar("Decided", bound=Output)
 Change = Callable[[ConsumedRecord], ConsumedRecord]
@@ -77,7 +77,8 @@ def decided_outputs(
                 yield DecidedOutput(output, located.position, located.timestamp_ms)
             observed += 1
             if observed % CHANGES_EVERY == 0:
-                machine.take_changes()
+                for each in machines.values():
+                    each.take_changes()
 
     for (topic, partition), span in spans.items():
         if not span:

@@ -18,10 +18,12 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group, RewardComponent, Tick
+from tidemill.streams import offline as offline_streams
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.machine import Output, OutputRecord, Processor
+from tidemill.streams.machine import Machine, Output, OutputRecord, Processor
 from tidemill.streams.offline import Change, DecidedOutput, ReweightRewards, deadline_shift, decided_outputs
 from tidemill.streams.runner.worker import feedback_join, group_assembly
+from tidemill.streams.state import MachineState
 
 RUN = RunSettings(run_id=RUN_ID)
 
@@ -104,6 +106,18 @@ def test_each_partition_has_its_own_machine():
     found = offline(assembly(), records)
     assert [(d.output.partition, d.cause.partition, d.cause.offset) for d in found] == [(0, 0, 1), (1, 1, 1)]
     assert [d.at_ms for d in found] == [1_002, 1_003]
+
+
+def test_the_changes_of_every_machine_are_discarded(monkeypatch):
+    monkeypatch.setattr(offline_streams, "CHANGES_EVERY", 2)
+    made: dict[int, Machine] = {}
+
+    def machine(partition: int, state: MachineState) -> Machine:
+        return made.setdefault(partition, assembly().machine(partition, state))
+
+    records = [located(rollout(f"g{i}", 0, group_size=2), i // 2, partition=i % 2, at_ms=1_000 + i) for i in range(8)]
+    offline(replace(assembly(), machine=machine), records)
+    assert [len(made[partition].take_changes().entries) for partition in (0, 1)] == [0, 0]
 
 
 def test_records_outside_the_span_are_ignored():
