@@ -14,6 +14,8 @@ DAY_S = 24 * HOUR_S
 Application = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
 """Name of a processor. Topic prefix, name and run form the names of the consumer group and the state topic: with
 another name, the processor starts from an empty state at the beginning of the log."""
+LONGEST_TRANSACTION_S = 10.0
+"""How long a transaction may accept records: 15 s after its beginning the brokers abort it."""
 MOST_MEMBERS = 4_096
 """References of this many members fit into one record."""
 
@@ -114,6 +116,16 @@ class StreamSettings(Section):
             raise ValueError(
                 f"heartbeat_interval_s {self.heartbeat_interval_s:g} must be at most a third of session_timeout_s "
                 f"{self.session_timeout_s:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _transactions_end_in_time(self) -> Self:
+        longest_s = self.transaction_s + self.commit_interval_s
+        if self.runner is RunnerName.TRANSACTIONAL and longest_s > LONGEST_TRANSACTION_S:
+            raise ValueError(
+                f"transaction_s {self.transaction_s:g} and commit_interval_s {self.commit_interval_s:g} must be at "
+                f"most {LONGEST_TRANSACTION_S:g} together: the brokers abort a transaction that accepts records longer"
             )
         return self
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.streams.config import StreamSettings
+from tidemill.streams.config import RunnerName, StreamSettings
 from tidemill.streams.runner.watchdog import Watchdog
 
 PLACE = ("topic", 0)
@@ -51,3 +51,9 @@ def test_settings_refuse_what_cannot_work():
         StreamSettings(session_timeout_s=6, heartbeat_interval_s=3)
     with pytest.raises(ValidationError, match="extra"):
         StreamSettings.model_validate({"exactly_once": True})
+
+
+def test_a_transaction_that_the_brokers_would_abort_is_refused():
+    StreamSettings(transaction_s=20)
+    with pytest.raises(ValidationError, match="transaction_s 12 and commit_interval_s 1 must be at most 10"):
+        StreamSettings(runner=RunnerName.TRANSACTIONAL, transaction_s=12)
