@@ -348,6 +348,22 @@ def test_revisions_replace_and_duplicates_do_not_count():
     assert (made.numbers["canary/reward"], made.numbers["canary/users"]) == (1.0, 6.0)
 
 
+def test_a_reward_that_is_withdrawn_after_its_user_was_counted_stays_in_the_evidence():
+    product = Product(QUICK.model_copy(update={"outcomes_per_user": 2}))
+    product.start()
+    both = [outcome(n, "canary", 1, product.now, reward, "ann") for n, reward in ((1, 1.0), (2, -1.0))]
+
+    def withdraw(made):
+        product.write(replace(made, revision=1, reward=None, exclusion="no_signal", previous_reward=made.reward))
+        return product.keeper.snapshot().numbers["canary/reward"]
+
+    for made in both:
+        product.write(made)
+    assert product.keeper.snapshot().numbers["canary/reward"] == 0.0
+    assert [withdraw(made) for made in both] == [-1.0, -1.0]
+    assert product.keeper.snapshot().numbers["canary/users"] == 1.0
+
+
 def test_outcomes_of_no_arm_are_ignored():
     product = Product(QUICK.model_copy(update={"min_users": 1}))
     product.start()
