@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -25,8 +25,10 @@ from tidemill.consumers.sink.config import SinkSettings
 FORMAT = "JSONCompact"
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\t": r"\t", "\r": r"\r", "\0": r"\0"})
 _PARAMETER = re.compile(r"\{(\w+):[^}]+\}")
-_NUMBER = re.compile(r"to(U?Int|Float)\d+Or(?:Zero|Null)\(\{(\w+):String\}")
+_NUMBER = re.compile(r"to((?:U?Int|Float)\d+)Or(?:Zero|Null)\(\{(\w+):String\}")
 """A parameter of a named query that the query reads as a number; it would read other text as 0 or NULL."""
+_FLOAT = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_INTEGER = re.compile(r"-?\d{1,20}", re.ASCII)
 _INSERT = re.compile(r"^ *-- insert: (\w+)\n", re.MULTILINE)
 PING_S = 2.0
 EXTRA_S = 10.0
@@ -77,6 +79,20 @@ def named_queries() -> dict[str, str]:
 def parameters_of(sql: str) -> tuple[str, ...]:
     """Return the parameter names of a statement: its `{name:Type}`, in order."""
     return tuple(dict.fromkeys(_PARAMETER.findall(sql)))
+
+
+def unreadable(sql: str, values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield each parameter that a named query reads as a number and whose value is no such number, with the type."""
+    for kind, name in _NUMBER.findall(sql):
+        value = values.get(name) or "0"
+        if kind.startswith("Float"):
+            fits = _FLOAT.fullmatch(value) is not None
+        else:
+            bits = int(kind.removeprefix("U").removeprefix("Int")) - (not kind.startswith("U"))
+            least = 0 if kind.startswith("U") else -(2**bits)
+            fits = _INTEGER.fullmatch(value) is not None and least <= int(value) < 2**bits
+        if not fits:
+            yield name, kind
 
 
 def sql_of(sql_or_name: str) -> str:
@@ -133,10 +149,8 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
         raise QueryFailed(f"the query takes no parameter {foreign[0]!r}; it takes {', '.join(taken) or 'none'}")
     if sql != sql_or_name:
         given = dict.fromkeys(taken, "") | dict(given)
-        for kind, name in _NUMBER.findall(sql):
-            form = r"-?\d+(\.\d+)?(e-?\d+)?" if kind == "Float" else r"-?\d{1,19}"
-            if given[name] and not re.fullmatch(form, given[name], re.ASCII):
-                raise QueryFailed(f"parameter {name!r} of {sql_or_name.strip()} is a number, not {given[name]!r}")
+        for name, kind in unreadable(sql, given):
+            raise QueryFailed(f"parameter {name!r} of {sql_or_name.strip()} is a number, not {given[name]!r} ({kind})")
     try:
         return _answer(sink, sql, given)
     except QueryFailed as error:

@@ -13,18 +13,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from tidemill.consumers.sink.query import QueryFailed
+from tidemill.consumers.sink.query import QueryFailed, unreadable
 from tidemill.consumers.view import conversation as talk
 from tidemill.consumers.view.conversation import TokenTexts
 from tidemill.consumers.view.panels import PAGES, panels
 from tidemill.consumers.view.site import MOST_VALUE, Site, arguments, place_in, unless_same
 from tidemill.consumers.view.tables import TableRows
 
-FIELDS = {
-    "run": str, "environment": str, "step": int, "version": int, "reward_min": float, "reward_max": float,
-    "ending": str, "group": str, "text": str,
-}  # fmt: skip
-"""The filters of the list, by their names in the address."""
 TOKENS = 2000
 """Number of tokens shown at a time; the query `rollout_tokens` reads the same number of logprobs."""
 CHARACTERS = 4000
@@ -139,13 +134,10 @@ async def found_rows(site: Site, values: dict[str, str]) -> list[TableRows]:
 
 
 def check(values: dict[str, str]) -> None:
-    """Raise ValueError for a value of the search that does not have its type."""
-    for name, kind in FIELDS.items():
-        try:
-            kind(values.get(name) or 0)
-        except ValueError:
-            words = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name.replace('_', ' ')} must be {words}, and not {values[name]!r}") from None
+    """Raise ValueError for a value of the search that is not the number as which the query would read it."""
+    for name, kind in unreadable(panels()["rollout_list"].sql, values):
+        words = "a number" if kind.startswith("Float") else "a whole number"
+        raise ValueError(f"{name.replace('_', ' ')} must be {words}, and not {values[name]!r}")
 
 
 def _messages(

@@ -87,10 +87,20 @@ def test_a_parameter_of_a_named_query_that_is_not_given_is_empty(sink: SinkSetti
 
 
 def test_a_text_for_a_number_of_a_named_query_is_refused(sink: SinkSettings):
-    for name, parameter, wrong in (("step", "step", "abc"), ("rollout_list", "reward_min", "1,5")):
+    for name, parameter, wrong in (
+        ("step", "step", "abc"),
+        ("step", "step", str(2**63)),
+        ("rollout_list", "reward_min", "1,5"),
+        ("rollout", "partition", str(2**32)),
+        ("rollout_task", "from", "-1"),
+    ):
         with pytest.raises(QueryFailed, match=f"parameter '{parameter}' of {name} is a number, not '{wrong}'"):
             ask(sink, name, {parameter: wrong})
-    assert ask(sink, "step", {"step": "-1"}).rows == ask(sink, "rollout_list", {"reward_min": "1e3"}).rows == []
+    for number in ("-1", str(-(2**63))):
+        assert ask(sink, "step", {"step": number}).rows == []
+    for number in ("1e3", "1E+3", "1000."):
+        assert ask(sink, "rollout_list", {"reward_min": number}).rows == []
+    assert ask(sink, "rollout_list", {"reward_min": ".5"}).rows != []
 
 
 def test_another_program_on_the_sinks_port_is_not_queried(sink: SinkSettings):

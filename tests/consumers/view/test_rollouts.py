@@ -101,7 +101,10 @@ def test_text_is_found_in_tokens(view: View):
     assert listed(view, text="<script>document") == ["g5-0-1"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("step", "x"), ("version", "1.5"), ("reward_min", "high")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("step", "x"), ("step", "1_000"), ("version", "1.5"), ("version", "9" * 19), ("reward_min", "high")],
+)
 def test_a_value_of_another_kind_is_reported(view: View, name: str, value: str):
     assert f"{name.replace('_', ' ')} must be a" in view.get("/part/rollouts", params={name: value}).text
 
