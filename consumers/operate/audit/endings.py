@@ -142,6 +142,8 @@ def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
         elif letters:
             ending = (RolloutState.REJECTED, letters[0], place)
             yield RolloutLife(name, *ending, (ending,))
+        elif run.may_be_deleted((Topic.GROUPS, place.partition), rollout.finished_at):
+            yield RolloutLife(name, RolloutState.UNKNOWN, "", place)
         elif run.is_overdue(rollout.deadline_at):
             reason = "it has a result, its deadline has passed, and no group counts it"
             yield RolloutLife(name, RolloutState.LOST, reason, place)

@@ -60,6 +60,8 @@ class PartitionFacts:
     records: int = 0
     gap: int | None = None
     """The first offset from which no record was read, before the last record."""
+    began_us: int | None = None
+    """The time of the first record read; None if there is none."""
 
     @property
     def hidden(self) -> int:
@@ -71,10 +73,12 @@ class PartitionFacts:
         """The first of these offsets, if there is one."""
         return self.following if self.gap is None else self.gap
 
-    def observe(self, offset: int) -> None:
+    def observe(self, offset: int, timestamp_us: int) -> None:
         """Count a record. Offsets must increase."""
         if offset > self.following and self.gap is None:
             self.gap = self.following
+        if self.began_us is None:
+            self.began_us = timestamp_us
         self.records += 1
         self.following = offset + 1
         self.high = max(self.high, self.following)
@@ -144,8 +148,8 @@ class Facts:
         where = (consumed.topic, consumed.partition)
         if where not in self.partitions:
             self.expect({where: (consumed.offset, consumed.offset)})
-        self.partitions[where].observe(consumed.offset)
         timestamp_us = consumed.timestamp_ms * 1_000
+        self.partitions[where].observe(consumed.offset, timestamp_us)
         self.clock_us = max(self.clock_us, timestamp_us)
         self.replayed += bool(consumed.replay_id)
         if consumed.record is None:
@@ -247,6 +251,11 @@ class Facts:
     def is_truncated(self, topic: Topic) -> bool:
         """Whether the beginning of some partition of a topic has been deleted from the log."""
         return any(facts.low > 0 for (of, _), facts in self.partitions.items() if of is topic)
+
+    def may_be_deleted(self, where: Partition, since_us: int) -> bool:
+        """Whether retention may have deleted a record that was written to a partition at a time or later."""
+        facts = self.partitions.get(where)
+        return facts is not None and facts.low > 0 and (facts.began_us is None or since_us <= facts.began_us)
 
     def is_kept(self, place: Position) -> bool:
         """Whether the log still holds the offset of a position."""

@@ -190,6 +190,8 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
     for name, answer in run.served.items():
         if run.ends.get(name) or answer.place in run.letters:
             continue
+        if run.may_be_deleted((Topic.OUTCOMES, 0), answer.record.served_at):
+            continue
         if rules.complete or run.clock_us > answer.record.served_at + rules.horizon_us + rules.grace_us:
             yield Finding(answer.place, f"interaction {name} was served and never ended")
 

@@ -342,3 +342,29 @@ def test_the_rollouts_of_a_task_that_workers_refused_are_not_lost(size: int):
     report = log.audit(ended=True)
     assert report.states == known
     assert report.counts["dead letters"] == sound_log().audit().counts["dead letters"] + 1
+
+
+def test_a_rollout_whose_group_retention_may_have_deleted_is_not_lost():
+    log = RunLog()
+    log.play(task("g0"), 1.0, 0.0)
+    log.play(task("g1", at=START_US + 100 * SECOND), 1.0, 0.0)
+    log.low = {Topic.GROUPS: 1}
+    of = log.issue(task("uncounted", 1, at=START_US + 200 * SECOND))
+    log.put(rollout(of, 0, 1.0), at=of.issued_at + SECOND, key=of.group_id)
+    log.put(r.Tick("test", 0), at=of.issued_at + OVERDUE_US, key="tick")
+    report = log.audit(allow_truncated=True)
+    assert report.states == {
+        "grouped": 2, "lost: it has a result, its deadline has passed, and no group counts it": 1, "unknown": 2,
+    }  # fmt: skip
+    assert [check.name for check in report.failed] == ["endings"]
+
+
+def test_an_answer_whose_end_retention_may_have_deleted_has_ended():
+    log = sound_log()
+    log.low = {Topic.OUTCOMES: 1}
+    assert "interactions" not in {check.name for check in log.audit(complete=True).failed}
+    served = log.records(Topic.INTERACTIONS, r.Interaction)[-1]
+    late = replace(served, interaction_id="late", served_at=served.served_at + 3600 * SECOND)
+    offset = log.put(late, at=late.served_at)
+    (check,) = (check for check in log.audit(complete=True).failed if check.name == "interactions")
+    assert (check.offenders, str(check.first).split(":")[0]) == (1, f"interactions[0]@{offset}")
