@@ -27,7 +27,7 @@ from tests.consumers.operate.audit_support import (
 from tests.consumers.product_support import request
 from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.schemas import records as r
-from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.catalogue import DEAD_LETTER_RETENTION_MS, Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.trainer.batch_builder import BatchBuilder
 from tidemill.trainer.choices import ObjectiveName
@@ -368,3 +368,11 @@ def test_an_answer_whose_end_retention_may_have_deleted_has_ended():
     offset = log.put(late, at=late.served_at)
     (check,) = (check for check in log.audit(complete=True).failed if check.name == "interactions")
     assert (check.offenders, str(check.first).split(":")[0]) == (1, f"interactions[0]@{offset}")
+
+
+@pytest.mark.parametrize(("later_us", "found"), [(0, True), (1_000, False)])
+def test_a_dead_letter_that_retention_has_deleted_is_not_missing(later_us: int, found: bool):
+    log = sound_log()
+    log.put_bytes(Topic.STEPS, RUN, GARBAGE, START_US)
+    log.put(r.Tick("test", 0), at=START_US + DEAD_LETTER_RETENTION_MS * 1_000 + later_us, key="tick")
+    assert ("dead_letters" in {check.name for check in log.audit().failed}) is found
