@@ -140,14 +140,17 @@ class Worker:
         partition = (located.topic, located.partition)
         if not self._tracker.begin(partition, located.offset):
             return
+        task = located.record
+        if isinstance(task, Task) and task.run_id != self._run.run_id:  # its own run's workers play or refuse it
+            self._tracker.finish(partition, located.offset)
+            return
         reason = refusal(located, self._settings)
         if reason is not None:
             LOG.warning("refused the record at %s: %s", located.position, reason)
             await self._outbox.call(
                 lambda producer: send_dead_letter(producer, self._names, located, reason, APPLICATION)
             )
-        task = located.record
-        if reason is None and isinstance(task, Task) and task.run_id == self._run.run_id:
+        if reason is None and isinstance(task, Task):
             indexes = [index for index in range(task.group_size) if index not in progress.ended]
             running = _RunningTask(task, partition, located.offset, progress, indexes, len(indexes))
             self._jobs[asyncio.create_task(self._work(running))] = running

@@ -264,7 +264,7 @@ def test_every_task_ends_as_rollouts_or_as_a_dead_letter(bench, new_replica):
     with RecordProducer(bench.log, "poisoner") as producer:
         for value in (b"\xc3\x01nothing", b"", None):
             producer.send_bytes(names.of(Topic.TASKS), value, key=b"x")
-    bench.issue(task(5), task(6, deadline_in_us=-1))
+    bench.issue(task(5), task(6, deadline_in_us=-1), task(7, run_id="o", group_size=2000))
     with bench.worker(settings_for(replica)):
         found = bench.rollouts(whole(5))
     by_group = Counter((rollout.group_id, rollout.status) for rollout in found)
