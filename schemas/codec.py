@@ -26,6 +26,8 @@ SINGLE_OBJECT_MAGIC = b"\xc3\x01"
 LOG = logging.getLogger(__name__)
 CONFLUENT_MAGIC = b"\x00"
 CONFLUENT_FRAME_BYTES = 5
+REGISTRY_TIMEOUT_S = 5.0
+"""Longest wait for one answer of a schema registry; its client tries four times. Without it, it waits for ever."""
 RECORD_TYPES: dict[str, type[Record]] = {cls.__name__: cls for cls in get_args(Record)}
 
 
@@ -195,10 +197,9 @@ class _Registry:
     def __init__(self, url: str) -> None:
         from confluent_kafka.schema_registry import SchemaRegistryClient
 
+        settings = {"url": url, "timeout": REGISTRY_TIMEOUT_S}
         self._client = (
-            SchemaRegistryClient.new_client({"url": url})
-            if url.startswith("mock://")
-            else (SchemaRegistryClient({"url": url}))
+            SchemaRegistryClient.new_client(settings) if url.startswith("mock://") else SchemaRegistryClient(settings)
         )
         self._ids: dict[type, int] = {}
         self._schemas: dict[int, _Schema] = {}

@@ -112,7 +112,8 @@ class FeedbackProducer(FeedbackMethods[str]):
     Args:
         kafka: the brokers, "host:port,host:port", or settings.
         product: the keys that the router signs with; `ProductSettings.from_environment()` reads them.
-        deadline_s: longest time that `send` takes, also if the log does not answer.
+        deadline_s: longest time that `send` takes, also if the log does not answer. The first one takes longer if a
+            schema registry is slow.
         on_failure: called for each failed signal, from another thread.
         options: see `QueueOptions`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import socket
 import tracemalloc
 import typing
 from contextlib import suppress
@@ -164,6 +165,14 @@ def test_a_registry_that_does_not_answer_refuses_no_record(monkeypatch: pytest.M
         codec.decode(value)
     with pytest.raises(RegistryError):
         codec.encode(Tick("w", 5))
+
+
+def test_a_registry_that_accepts_a_request_and_never_answers_has_failed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tidemill.schemas.codec.REGISTRY_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        codec = Codec(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(RegistryError, match="timed out"):
+            codec.encode(Tick("w", 5))
 
 
 @pytest.mark.parametrize(
