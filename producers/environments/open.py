@@ -68,9 +68,10 @@ class EnvironmentSet:
             raise EnvironmentFailed(f"environment {task.environment}: {error}") from error
 
     async def close(self) -> None:
-        for opening in self._opened.values():
+        openings = {*self._opened.values()}  # one may have several keys
+        for opening in openings:
             opening.cancel()
-        for opened in await asyncio.gather(*self._opened.values(), return_exceptions=True):
+        for opened in await asyncio.gather(*openings, return_exceptions=True):
             if isinstance(opened, Environment):
                 await opened.close()
 
@@ -85,7 +86,8 @@ class EnvironmentSet:
         try:
             opened = await asyncio.shield(opening)
         except Exception:  # of any type, such as OSError if no process can be started
-            self._opened.pop(key, None)  # the next task tries again
+            if self._opened.get(key) is opening:  # otherwise another task has tried again
+                del self._opened[key]
             raise
         self._opened.setdefault((entry.title, options_json(opened.options)), opening)  # in the form of task records
         return opened

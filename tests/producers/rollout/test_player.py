@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tests.producers.rollout.test_worker import settings_for, task
 from tests.waiting import until
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import Environment, EnvironmentFailed, Score
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions
 from tidemill.producers.environments.open import EnvironmentSet, open_environment
@@ -24,6 +25,7 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import EnvironmentEntry
 from tidemill.schemas.records import RewardComponent, Rollout, RolloutStatus
 
+pytestmark = pytest.mark.anyio
 LEDGER = LedgerEnvironment(LedgerOptions())
 USER = {"role": "user", "content": "credit 3 credit 4"}
 ODD = '{"entries":[3,9]}'
@@ -164,6 +166,38 @@ def test_an_environment_that_cannot_be_opened_is_tried_again_by_the_next_task(ne
     first, second = asyncio.run(main())
     assert str(error) in failed(first)
     assert second.success
+
+
+async def test_an_environment_is_opened_once_for_many_tasks_and_closed_once(monkeypatch):
+    class Counted(LedgerEnvironment):
+        async def close(self):
+            closed.append(self)
+
+    async def opened(*_given):
+        opens.append(1)
+        if len(opens) == 1:
+            raise OSError("no process can be started")
+        await ready.wait()
+        return Counted(LedgerOptions(largest=9))
+
+    async def persistent():
+        with pytest.raises(EnvironmentFailed):
+            await environments.get(a_task)
+        return await environments.get(a_task)
+
+    monkeypatch.setattr("tidemill.producers.environments.open.open_environment", opened)
+    opens, closed, ready = [], [], asyncio.Event()
+    environments = EnvironmentSet([EnvironmentEntry(name="ledger")], RolloutSettings())
+    a_task = task(options='{ "largest": 9 }')  # not in the form of task records
+    first, second = asyncio.create_task(persistent()), asyncio.create_task(environments.get(a_task))
+    with pytest.raises(EnvironmentFailed):
+        await second
+    third = asyncio.create_task(environments.get(a_task))
+    await asyncio.sleep(0)
+    ready.set()
+    assert await first is await third and len(opens) == 2
+    await environments.close()
+    assert len(closed) == 1
 
 
 def test_an_environment_that_does_not_open_fails_the_rollout_at_its_deadline(new_replica, chat, monkeypatch):
