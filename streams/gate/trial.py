@@ -14,8 +14,8 @@ of their first outcomes in it. Invariants:
   count, except for corrections of counted ones;
 - a user belongs to the arm in which they were first seen; their outcomes in the other arm do not count;
 - after an erasure, a user who was not settled begins again with their next outcome; a settled one does not count again;
-- a repeated outcome changes nothing, and a higher revision replaces a lower one; but a settled user all of whose rewards
-  are withdrawn keeps the last mean: a block of the comparison cannot do without one of its members.
+- a repeated outcome changes nothing, and a higher revision replaces a lower one;
+- a settled user whose rewards are all withdrawn keeps the last mean: no block can do without one of its members.
 """
 
 from __future__ import annotations
