@@ -17,7 +17,6 @@ trains these (`take`) or excludes the batch (`drop`).
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -26,6 +25,7 @@ from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import BranchDecisions
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
+    MOST_REWARD,
     Exclusion,
     GateDecision,
     Interaction,
@@ -224,7 +224,9 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
         # The batch and the interaction must agree, and the user must have consented to training on it.
         own = (found.run_id, found.branch, found.user_id) == (batch.run_id, batch.branch, member.user_id)
         on_policy = member.correction or found.version_min == found.version_max == batch.version
-        if not own or not on_policy or not found.consent or not math.isfinite(member.reward):
+        # False for NaN as well.
+        usable = abs(member.reward) <= MOST_REWARD
+        if not own or not on_policy or not found.consent or not usable:
             return Exclusion.INVALID_INTERACTION
         if self._incarnation is not None and found.incarnation not in ("", self._incarnation):
             return Exclusion.UNDEFINED_LAG

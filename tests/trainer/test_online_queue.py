@@ -14,6 +14,7 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
+    MOST_REWARD,
     Exclusion,
     GateDecision,
     GateVerdict,
@@ -152,10 +153,14 @@ def test_batches_of_a_replay_are_excluded_unless_accepted(made) -> None:
     assert told.next(0) is not None
 
 
-def test_a_reward_that_is_not_a_number_is_excluded(made) -> None:
-    members = (replace(made.members[0], reward=float("nan")), *made.members[1:])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -2 * MOST_REWARD, 1e300])
+def test_a_reward_without_a_finite_gradient_is_excluded(made, reward) -> None:
+    """A trainer that took such a step would end, and take the planned step again at each start."""
+    members = (replace(made.members[0], reward=reward), *made.members[1:])
     left = settled(queue_of(line_to(0)), replace(made, members=members))
     assert reasons(left) == {"b-0": "invalid_interaction"}
+    greatest = (replace(made.members[0], reward=MOST_REWARD), *made.members[1:])
+    assert reasons(settled(queue_of(line_to(0)), replace(made, members=greatest))) == {}
 
 
 def test_interactions_older_than_the_users_erasure_are_excluded(made) -> None:
