@@ -89,7 +89,8 @@ def begin_anchor(uri: str, base_model: Path, dtype: str | None) -> Files:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
     taken_over = {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode()}
-    taken_over |= {source.name: source.read_bytes() for pattern in COPIED for source in base_model.glob(pattern)}
+    named = (source for pattern in COPIED for source in base_model.glob(pattern))
+    taken_over |= {source.name: source.read_bytes() for source in named if source.is_file()}
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
         if filesystem.exists(f"{path}/{MARKER}"):

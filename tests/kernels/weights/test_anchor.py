@@ -128,6 +128,14 @@ def test_every_type_keeps_its_bits_and_its_name_in_one_file_or_many(base, uri, f
     assert all(weight.bits.shape == weights[name].bits.shape for name, weight in read.items())
 
 
+def test_a_directory_beside_the_tokenizer_s_files_is_not_copied(base, tmp_path):
+    (base / "tokenizer").mkdir()
+    (base / "tokenizer" / "vocab.json").write_text("{}")
+    anchor = write_anchor(anchor_uri(str(tmp_path), "run", "main", 0), base, VIEW)
+    names = {path.name for path in Path(anchor.uri.removeprefix("file://")).iterdir()}
+    assert names == {"config.json", WEIGHTS, MARKER, *TOKENIZER}
+
+
 def test_weights_of_several_files_load_through_their_index(model, base_model, tmp_path):
     view = serving_view(model)
     anchor = write_anchor(anchor_uri(str(tmp_path), "run", "main", 0), base_model, view, file_bytes=20_000)
