@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
+from os import SEEK_END
 from typing import IO, Any
 
 import fsspec
@@ -178,8 +179,13 @@ class CheckpointStore:
 
 
 def _header(file: IO[bytes]) -> dict[str, Any]:
-    """Read the header of a safetensors file."""
-    header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(LENGTH_SIZE), "little")))
+    """Read the header of a safetensors file. Raises ValueError if the file is too short for it."""
+    end = file.seek(0, SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(LENGTH_SIZE), "little")
+    if length > end:
+        raise ValueError(f"it has {end} bytes, and its header should have {length}")
+    header: dict[str, Any] = json.loads(file.read(length))
     return header
 
 

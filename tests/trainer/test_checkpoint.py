@@ -139,6 +139,13 @@ def test_a_truncated_checkpoint_is_refused_by_name(store: CheckpointStore) -> No
         store.read(1)
 
 
+def test_a_checkpoint_with_a_damaged_length_is_refused_by_name(store: CheckpointStore) -> None:
+    path = Path(store.write(state_of(1), {"master/w": torch.zeros(64)}))
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    with pytest.raises(RuntimeError, match=r"step-00000001.*damaged.*delete it"):
+        store.read(1)
+
+
 def test_an_unfinished_checkpoint_is_not_listed(store: CheckpointStore) -> None:
     path = Path(store.write(state_of(1), {"master/w": torch.zeros(1)}))
     path.rename(path.with_name("step-00000002.safetensors.partial"))
