@@ -65,7 +65,8 @@ def trace_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
 
 
 def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
-    """Return means over the trained rollouts: reward, its components, success, turns and length; empty without any."""
+    """Return means over the trained rollouts: reward, its components, turns, length, and success, if it was judged of
+    some; empty without any."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
@@ -76,7 +77,7 @@ def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
         components.setdefault(f"reward/{component.name}", []).append(component.value)
     return {
         "reward": _mean(rewards),
-        "success": _mean(judged),
+        **({"success": _mean(judged)} if judged else {}),
         "turns": _mean([float(r.turns) for r in rollouts]),
         "sampled_tokens": _mean([float(r.sampled_tokens) for r in rollouts]),
         **{name: _mean(found) for name, found in sorted(components.items())},

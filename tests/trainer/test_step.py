@@ -13,6 +13,7 @@ from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings
 from tidemill.trainer.master import MasterWeights
+from tidemill.trainer.metrics import reward_metrics
 from tidemill.trainer.objectives import ObjectiveName
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.serving_view import serving_view
@@ -148,6 +149,13 @@ def test_metrics_count_what_was_trained() -> None:
     assert 0 < metrics["mismatch/ess"] <= 1
     assert metrics["entropy"] == pytest.approx(np.log(64), rel=0.01)
     assert metrics["mismatch/max_abs_dlogp"] > metrics["mismatch/mean_abs_dlogp"] > 0
+
+
+def test_success_that_nobody_judged_is_no_metric() -> None:
+    group = make_trainable("a")
+    unjudged = replace(group, rollouts=tuple(replace(rollout, success=None) for rollout in group.rollouts))
+    assert "success" not in reward_metrics([unjudged])
+    assert reward_metrics([group, unjudged])["success"] == 0.5
 
 
 def test_mismatch_is_zero_for_the_trainers_own_logprobs_and_grows_with_a_perturbation(groups) -> None:
