@@ -39,7 +39,7 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
 from tidemill.trainer.attention import separate_calls
 from tidemill.trainer.midtrain_config import MidtrainSettings
-from tidemill.trainer.model import build_model, save_checkpoint, train_tokenizer, use_packed_attention
+from tidemill.trainer.model import build_model, checkpoint_place, save_checkpoint, train_tokenizer, use_packed_attention
 
 RECORD_FILE = "midtrain.json"
 _CLIENT = "tidemill-midtrain"
@@ -96,8 +96,10 @@ def _row(pieces: Sequence[Sequence[int]]) -> DocumentRow:
 def run(kafka: KafkaSettings, run: RunSettings, settings: MidtrainSettings, chat: ChatSettings) -> None:
     """Read the documents, train, and write the checkpoint to `settings.output`.
 
-    Raises LookupError if there are no documents or they are no longer stored, ValueError for settings that do not fit.
+    Raises LookupError if there are no documents or they are no longer stored, ValueError for settings that do not fit,
+    FileExistsError if the output would replace something else than a checkpoint.
     """
+    checkpoint_place(settings.output)  # before the training
     texts, until = read_corpus(kafka, settings)
     _log.info("%d documents to train on", len(texts))
     model, tokenizer, losses, tokens = midtrain(texts, settings, run.seed)

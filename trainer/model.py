@@ -115,6 +115,21 @@ def load_model(directory: str, experts: Experts | None = None) -> PreTrainedMode
     return model
 
 
+def checkpoint_place(directory: str) -> Path:
+    """Return the directory that a checkpoint can replace: `directory`, or the one that a link there leads to.
+
+    Raises FileExistsError if it contains anything but a checkpoint.
+    """
+    final = Path(directory)
+    if final.is_symlink():
+        final = final.resolve()
+    if final.exists() and not (final / "config.json").is_file() and (final.is_file() or any(final.iterdir())):
+        raise FileExistsError(
+            f"{final} exists and is no checkpoint (no config.json), so it is not replaced: name another directory"
+        )
+    return final
+
+
 def save_checkpoint(
     directory: str,
     model: PreTrainedModel,
@@ -123,8 +138,11 @@ def save_checkpoint(
     chat_template: str,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a checkpoint, with weights rounded to bf16 and additional `files`, text by name."""
-    final = Path(directory)
+    """Write a checkpoint, with weights rounded to bf16 and additional `files`, text by name.
+
+    Raises as `checkpoint_place`.
+    """
+    final = checkpoint_place(directory)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

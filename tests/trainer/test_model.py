@@ -82,6 +82,26 @@ def test_a_checkpoint_loads_back_and_is_replaced(tmp_path):
     assert Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).to_str() == TOKENIZER.to_str()
 
 
+def test_a_link_to_a_checkpoint_is_followed(tmp_path):
+    save_checkpoint(str(tmp_path / "disk" / "model"), tiny(0), TOKENIZER, END, chatml())
+    link = tmp_path / "model"
+    link.symlink_to(tmp_path / "disk" / "model")
+    save_checkpoint(str(link), tiny(1), TOKENIZER, END, chatml())
+    assert link.is_symlink()
+    assert torch.equal(load_model(str(link)).lm_head.weight, tiny(1).lm_head.weight.bfloat16().float())
+
+
+def test_only_a_checkpoint_is_replaced(tmp_path):
+    for name in ("store", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "store" / "anchor").write_text("kept")
+    for taken in ("store", "store/anchor"):
+        with pytest.raises(FileExistsError, match=r"is no checkpoint \(no config\.json\), so it is not replaced"):
+            save_checkpoint(str(tmp_path / taken), tiny(0), TOKENIZER, END, chatml())
+    assert (tmp_path / "store" / "anchor").read_text() == "kept"
+    save_checkpoint(str(tmp_path / "empty"), tiny(0), TOKENIZER, END, chatml())
+
+
 def test_an_invalid_checkpoint_is_refused_with_the_command_that_makes_one(tmp_path):
     with pytest.raises(FileNotFoundError, match="midtrain"):
         load_model(str(tmp_path))
