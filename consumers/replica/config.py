@@ -6,6 +6,7 @@ All settings are known before the process imports vLLM; the description of a ver
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -86,7 +87,7 @@ def option_name(given: str) -> str:
 
 def refusal(given: str) -> str:
     """Return why an argument is refused; empty if it is accepted."""
-    name = option_name(given).partition(".")[0]
+    name = re.split("[.=]", option_name(given))[0]
     for reason, patterns in REFUSED.items():
         if any(fnmatchcase(each, pattern) for pattern in patterns.split() for each in (name, name.removeprefix("no-"))):
             return reason

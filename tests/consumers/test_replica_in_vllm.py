@@ -91,7 +91,7 @@ def test_every_pattern_of_a_refusal_matches_an_argument_of_vllm(imported):
      "no-enforce-eager", "no-enable-prefix-caching", "data-parallel-size", "tensor_parallel_size", "generation-config",
      "override-generation-config.temperature", "logprobs-mode", "chat-template", "tool-call-parser", "config", "help",
      "ssl-keyfile", "api-key", "hf-overrides", "enable-lora", "max-lora-rank", "max-model-len",
-     "pipeline-parallel-size", "enable-expert-parallel", "speculative-config"],
+     "pipeline-parallel-size", "enable-expert-parallel", "speculative-config", "quantization=fp8", "--dtype=bfloat16"],
 )  # fmt: skip
 def test_arguments_that_tidemill_sets_or_that_proofs_depend_on_are_refused_by_name(name):
     with pytest.raises(ValidationError, match=f"{name} cannot be set here: {refusal(name)[:20]}"):
