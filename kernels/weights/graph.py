@@ -131,7 +131,9 @@ class VersionGraph:
             self.forks.setdefault(record.version, fork)
             return fork
         if held.anchor is None and record.anchor is not None:
-            self.manifests[record.version] = replace(held, anchor=record.anchor)
+            # The anchor is checked against the tensors, which may have been released meanwhile.
+            tensors = held.tensors or record.tensors
+            self.manifests[record.version] = replace(held, anchor=record.anchor, tensors=tensors)
         previous = self.newest_version
         self.newest_version = record.version if previous is None else max(previous, record.version)
         if not self._keep_tensors:

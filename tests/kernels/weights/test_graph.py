@@ -61,6 +61,8 @@ def test_a_replica_s_graph_keeps_the_tensors_that_it_may_need():
     assert all(made.tensors for made in held.manifests.values())
     held.forget_tensors(2)
     assert [bool(made.tensors) for _, made in sorted(held.manifests.items())] == [True, False, True]
+    held.observe(manifest(1, 0, anchor=1))
+    assert held.manifests[1].anchor and held.manifests[1].tensors, "an anchor that is added is checked against them"
 
 
 def test_a_chain_has_one_incarnation():
