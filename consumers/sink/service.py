@@ -10,7 +10,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ from clickhouse_connect.driver.exceptions import ClickHouseError
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.erasures import PRODUCT, Erasures, erased_interactions, known_erasures
+from tidemill.consumers.sink.erasures import PRODUCT, Erasures, erased_interactions, interaction_of, known_erasures
 from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import STATE_FILE, QueryFailed, SinkState, write_state
 from tidemill.consumers.sink.rows import DeadLetter, DeadLetterReader, Row, row_of
@@ -114,11 +114,30 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     with ExitStack() as stack:
         erasures = known_erasures(kafka)
         writer, url = stack.enter_context(open_tables(sink, erasures))
+        names, searched = Names(kafka.topic_prefix), set[bytes]()
+        about_answers = {name(topic) for topic in PRODUCT for name in (names.of, names.dead_letter)}
+
+        def search_erased(found: Iterable[Row]) -> None:
+            """Learn which interactions of dead letters were erased before this process began: it reads no tombstone of
+            them. The log is searched once for each of them, unless the tables hold it."""
+            if not erasures.before:
+                return
+            times = [
+                (row.key, row.record.source_timestamp_ms)
+                for row in found
+                if isinstance(row.record, DeadLetter)
+                and row.topic in about_answers
+                and interaction_of(row.key) not in searched
+            ]
+            ids = {interaction_of(key) for key, _ in times}
+            held = writer.held_interactions(ids)
+            missing = ((key, written_ms) for key, written_ms in times if interaction_of(key) not in held)
+            erasures.interactions |= erased_interactions(kafka, missing, erasures)
+            searched.update(ids)
+
         if erasures.before:
             with DeadLetterReader(kafka, writer.next_offsets, PRODUCT, gaps=True) as reader:
-                letters = ((row.key, row.record) for row in reader.read_to_end())
-                times = ((key, one.source_timestamp_ms) for key, one in letters if isinstance(one, DeadLetter))
-                erasures.interactions |= erased_interactions(kafka, times, erasures)
+                search_erased(reader.read_to_end())
         log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
         liveness = stack.enter_context(Liveness("the sink", kafka.stall_timeout_s))
         source = stack.enter_context(closing(Source(kafka, sink, writer)))
@@ -126,6 +145,7 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
 
         def flush() -> None:
             liveness.beat(f"writing {len(rows)} rows", within_s=FLUSH_S)
+            search_erased(rows)
             read = {(row.topic, row.partition): row.offset + 1 for row in rows}
             written = writer.write(rows, {**read, **source.next_offsets()})
             if written:

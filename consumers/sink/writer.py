@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +199,17 @@ class Writer:
             self._insert_arrow(WATERMARKS, data)
             self.next_offsets.update(moved)
         return written
+
+    def held_interactions(self, ids: Collection[bytes]) -> set[bytes]:
+        """Return those of the interactions `ids` that the tables hold."""
+        if not ids:
+            return set()
+        found = self._client.query(
+            f"SELECT DISTINCT hex(interaction_id) FROM `{self._database}`.`{tables()[Interaction].name}`"
+            " WHERE hex(interaction_id) IN %(ids)s",
+            parameters={"ids": [name.hex().upper() for name in ids]},
+        ).result_rows
+        return {bytes.fromhex(name) for (name,) in found}
 
     def enter_gap(self, gap: RetentionGap) -> None:
         """Store a gap: records that no table will contain. A repeated gap is stored once."""

@@ -18,7 +18,7 @@ from tidemill.consumers.sink.erasures import erased_interactions, known_erasures
 from tidemill.consumers.sink.query import read_state
 from tidemill.schemas.catalogue import Names, Topic, tick_key
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.config import StoreSettings
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.records import Tick
@@ -29,6 +29,7 @@ SELECT groupUniqArrayArray([user_id]) FROM
     SELECT user_id FROM interactions UNION ALL SELECT user_id FROM feedback UNION ALL SELECT user_id FROM outcomes
 )
 """
+LETTERS_READ = "SELECT sum(next_offset) FROM sink_watermarks FINAL WHERE endsWith(_topic, 'feedback.dlq')"
 LETTERS = "SELECT arraySort(groupArray(_key)) FROM dead_letters"
 
 
@@ -45,6 +46,14 @@ def users(sink: Sink) -> set[str]:
     return set(value(sink, USERS))
 
 
+def bury(settings: KafkaSettings, *keys: bytes) -> None:
+    """Write a dead letter about feedback for each key."""
+    with RecordProducer(settings, "test-letters") as producer:
+        for key in keys:
+            letter = ConsumedRecord(Topic.FEEDBACK, 0, 7, START_US // 1000, key, b"broken", None, "unknown framing")
+            send_dead_letter(producer, Names(settings.topic_prefix), letter, "unknown framing", "join")
+
+
 def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(kafka: Any, tmp_path: Path):
     settings = kafka.fresh()
     log, (row,) = ProductLog(settings, 2), rows_of([interaction("i", "ann")])
@@ -54,10 +63,7 @@ def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(kafka: Any, tmp
         producer.send(Topic.INTERACTIONS, Tick("test", START_US), key=tick_key(0), partition=0)
     sink = Sink(settings, {"path": str(tmp_path / "first"), "http_port": 0, "flush_seconds": 0.1})
     sink.start()
-    with RecordProducer(settings, "test-letters") as producer:
-        for key in (b"i-ann/x", b"i-bob/x"):
-            letter = ConsumedRecord(Topic.FEEDBACK, 0, 7, START_US // 1000, key, b"broken", None, "unknown framing")
-            send_dead_letter(producer, Names(settings.topic_prefix), letter, "unknown framing", "join")
+    bury(settings, b"i-ann/x", b"i-bob/x")
     until(lambda: users(sink) == {"ann", "bob", "judge"})
     until(lambda: value(sink, LETTERS) == ["i-ann/x", "i-bob/x"])
     erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
@@ -66,13 +72,18 @@ def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(kafka: Any, tmp
     assert sink.end(signal.SIGKILL) == -signal.SIGKILL
     log.write(interaction("straggler", "ann"), interaction("new", "cleo"))
     rebuilt = Sink(settings, {"path": str(tmp_path / "second"), "http_port": 0, "flush_rows": 1, "flush_seconds": 0.1})
+    shown = ["i-bob/x"]
     for again in (sink, rebuilt):
         again.start()
         until(lambda one=again: value(one, "SELECT count() FROM interactions WHERE user_id = 'cleo'") == 1)
         until(lambda one=again: value(one, "SELECT count() FROM online_batches") == 1)
         until(lambda one=again: value(one, "SELECT count() FROM feedback") == 2)
         assert users(again) == {"bob", "cleo", "judge"}
-        until(lambda one=again: value(one, LETTERS) == ["i-bob/x"])
+        until(lambda one=again: value(one, LETTERS) == sorted(shown))
+        bury(settings, b"i-ann/late", b"i-bob/late")
+        shown.append("i-bob/late")
+        until(lambda one=again: value(one, LETTERS_READ) == 2 * len(shown))
+        assert value(again, LETTERS) == sorted(shown)
         assert value(again, "SELECT count() FROM ticks") == 1
         assert again.end(signal.SIGTERM) == 0
 
