@@ -214,7 +214,9 @@ class LogOrigin:
             if (found := self._range(places, (topic, partition), partitions[topic], ends)) is not None
         }
         plan = Plan((LanePlan(*lane, r.start, r.end) for lane, r in ranges.items()), partitions)
-        plan.missing = {place for place in places if place[:2] in ranges}
+        # What is outside of the ranges is not selected, and not read.
+        in_lanes = ((place, ranges[place[:2]]) for place in places if place[:2] in ranges)
+        plan.missing = {place for place, read in in_lanes if read.start <= place[2] < read.end}
         total = sum(r.end - r.start for r in ranges.values())
         reads_all = where is not None or bool(selection.groups)
         for raw in watched(self._source.scan(ranges), total, progress):

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.consumers.operate.replay_support import group, rollout, step
 from tests.records import build
+from tidemill.consumers.operate import no_progress
 from tidemill.consumers.operate.replay.copy import carried_on, copy_records, pacing, speed_of
-from tidemill.consumers.operate.replay.plan import LanePlan, Plan, places_of_steps
-from tidemill.consumers.operate.replay.records import RANK, RawRecord, merged, references, relocated
+from tidemill.consumers.operate.replay.plan import LanePlan, LogOrigin, Plan, places_of_steps
+from tidemill.consumers.operate.replay.records import RANK, Range, RawRecord, merged, references, relocated
 from tidemill.consumers.operate.replay.selection import (
     Filter,
     NumberRange,
@@ -31,6 +32,7 @@ from tidemill.consumers.operate.replay.target import (
     copied_offset,
 )
 from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import replay_id_of
 from tidemill.schemas.records import Manifest, RolloutStatus, ShardPosition, Tick
 
@@ -400,3 +402,52 @@ def test_digests_tell_records_apart():
     ]
     assert len({digest(record) for record in [one, *others]}) == len(others) + 1
     assert digest(one) == digest(replace(one))
+
+
+class MemorySource:
+    """Records of a log in memory, in place of a `LogSource`."""
+
+    def __init__(self, lanes):
+        self._lanes = lanes
+
+    def partitions(self, topic):
+        return sum(lane[0] == topic for lane in self._lanes)
+
+    def bounds(self, lane):
+        return Range(0, self._lanes[lane][-1].offset + 1)
+
+    def whole(self, topics):
+        return {lane: self.bounds(lane) for lane in self._lanes if lane[0] in topics}
+
+    def first_since(self, lane, timestamp_ms):
+        return next((record.offset for record in self._lanes[lane] if record.timestamp_ms >= timestamp_ms), None)
+
+    def scan(self, ranges):
+        records = (record for lane in ranges for record in self._lanes[lane])
+        return (record for record in records if ranges[record.lane].start <= record.offset < ranges[record.lane].end)
+
+
+@pytest.mark.parametrize(
+    ("narrowed", "records", "missing"),
+    [
+        ({}, 3, {("groups", 0, 3)}),
+        ({"from_ms": 20}, 2, {("groups", 0, 3)}),
+        ({"offsets": (OffsetRange("groups", 0, 2, 3),)}, 1, set()),
+        ({"offsets": (OffsetRange("groups", 0, None, 2),)}, 2, set()),
+    ],
+)
+def test_only_selected_records_can_be_missing(narrowed, records, missing):
+    """A step names four groups; the last one is no longer in the log, whose next record is at offset 4."""
+    taken = step(1, [("groups", 0, offset) for offset in range(4)], [])
+    lanes = {
+        ("train.steps", 0): [RawRecord("train.steps", 0, 0, 50, b"run", Codec().encode(taken))],
+        ("groups", 0): [
+            RawRecord("groups", 0, n, 10 * (n + 1), b"g", Codec().encode(group(f"g{n}", []))) for n in (0, 1, 2, 4)
+        ],
+    }
+    selection = Selection(topics=("groups",), steps=(NumberRange(1, 1),), run_id="run", **narrowed)
+    origin = LogOrigin(KafkaSettings(bootstrap="127.0.0.1:9"), selection)
+    origin.close()
+    origin._source = MemorySource(lanes)
+    plan = origin.plan(None, no_progress)
+    assert (plan.records, plan.missing) == (records, missing)
