@@ -1,8 +1,9 @@
 """The producers' access to the log: batches of records from many coroutines, the claim check, the run's first anchor.
 
 Invariants: `Outbox.write` returns only after the log's acknowledgement. If the log refuses a batch, each writer of that
-batch gets the error: no failure is silent. If the object store refuses a record, only its own writer does. All calls to
-the producer run on one thread, and records with equal keys stay in order.
+batch, and each that waits behind it, gets the error: no failure is silent, and nothing is written long after it. If the
+object store refuses a record, only its own writer does. All calls to the producer run on one thread, and records with
+equal keys stay in order.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Outbox:
             try:
                 failures = await asyncio.get_running_loop().run_in_executor(self._thread, self._send, batch)
             except Exception as error:  # noqa: BLE001 - any error is raised at each writer
+                batch, self._waiting = batch + self._waiting, []
                 failures = [error] * len(batch)
             for outgoing, failure in zip(batch, failures, strict=True):
                 if outgoing.written is None or outgoing.written.done():  # nobody waits for it, or does not any more

@@ -145,6 +145,31 @@ async def test_a_refused_batch_raises_in_its_writers():
     outbox.close()
 
 
+async def test_what_waits_behind_a_refused_batch_is_not_written():
+    class Slow:
+        def send(self, _topic, record, *, key):
+            sent.append(record.at)
+
+        def flush(self):
+            begun.set()
+            if sent == [1]:
+                assert go.wait(DEADLINE_S)
+                raise DeliveryError("the log does not answer")
+
+    sent, begun, go = [], threading.Event(), threading.Event()
+    outbox = Outbox(Slow(), Topic.ROLLOUTS, lambda record: record)
+    first = asyncio.create_task(outbox.write("k", Tick("t", 1)))
+    assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+    second = asyncio.create_task(outbox.write("k", Tick("t", 2)))
+    await asyncio.sleep(0)
+    go.set()
+    ended = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(each) for each in ended] == [DeliveryError, DeliveryError] and sent == [1]
+    await outbox.write("k", Tick("t", 3))
+    outbox.close()
+    assert sent == [1, 3]
+
+
 async def test_a_record_that_the_store_refuses_fails_alone():
     class Log:
         def send(self, _topic, record, *, key):
