@@ -132,7 +132,10 @@ class TaskSource:
         """Index of the environment for each training index so far."""
         evaluated = [each for each in zip(environments, self._questions, strict=True) if each[0][0].evaluate]
         turns = take_turns([entry.weight for (entry, _), _ in evaluated])
-        size = max(feed.eval_tasks, feed.eval_during_tasks)
+        size = max(
+            feed.eval_tasks if feed.eval_before or feed.eval_after else 0,
+            feed.eval_during_tasks if feed.eval_every else 0,
+        )
         chosen = [evaluated[turn][1] for turn in islice(turns, size)]
         self._held_out = [(questions, questions.held_out()) for questions in chosen]
 
@@ -243,7 +246,7 @@ class Questions:
                 return draft
         raise TaskError(
             f"{self.title} has {len(self._held_out)} held-out questions, and an evaluation needs more: lower "
-            "feed.eval_tasks, or allow more by its options"
+            "feed.eval_tasks or feed.eval_during_tasks, or allow more by its options"
         )
 
     def unused(self) -> TaskDraft:

@@ -468,6 +468,18 @@ def test_a_source_without_more_questions_raises_an_error(forever):
         source_of(Few(5, 2, forever))
 
 
+def test_only_evaluations_of_the_run_need_held_out_questions():
+    def source(held_out, **feed):
+        return source_of(Few(5, held_out), feed=FEED.model_copy(update={"eval_during_tasks": 16, **feed}))
+
+    source(3, eval_every=0)
+    source(0, eval_every=0, eval_before=False, eval_after=False)
+    with pytest.raises(TaskError, match=r"3 held-out questions.*lower feed.eval_tasks or feed.eval_during_tasks"):
+        source(3, eval_every=1)
+    with pytest.raises(TaskError):
+        source(2, eval_every=0, eval_before=False)
+
+
 @pytest.mark.parametrize("forever", [True, False])
 def test_questions_are_asked_again_for_the_set_number_of_epochs(forever):
     source = source_of(Few(5, 3, forever), feed=FEED.model_copy(update={"epochs": 3}))
