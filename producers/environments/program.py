@@ -53,8 +53,8 @@ class Program(base.Environment):
             raise base.EnvironmentFailed("an agent program needs the endpoint of a rollout worker")
         messages, tools = await self._first_request(task)
         document = json.dumps({"messages": messages, "tools": tools, "task_id": task.task_id})
-        posted = asyncio.create_task(policy.has_result.wait())
         ended = asyncio.create_task(_run(self._command, policy.endpoint, document))
+        posted = asyncio.create_task(policy.has_result.wait())
         both: set[asyncio.Future[Any]] = {posted, ended}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

@@ -100,6 +100,16 @@ async def played(
             endpoint.close(policy)
 
 
+async def test_without_a_port_for_the_endpoint_no_task_is_left() -> None:
+    def no_port(_policy: Any) -> Any:
+        raise OSError("no port is free")
+
+    before = asyncio.all_tasks()
+    with pytest.raises(OSError, match="no port"):
+        await Program(Riddle(EnvironmentOptions()), agent("")).play(task_of("ok"), policy_of(echo, no_port))
+    assert asyncio.all_tasks() == before
+
+
 def play(*given: Any, **more: Any) -> tuple[Any, Any]:
     return asyncio.run(played(*given, **more))
 
