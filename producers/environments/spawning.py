@@ -143,17 +143,22 @@ class SpawnedProcess:
         os.truncate(shared, EpisodeMarks.SIZE)
         os.pwrite(shared, opening, EpisodeMarks.SIZE)
         self.marks = EpisodeMarks(shared)
-        with theirs:
-            self._keeper = subprocess.Popen(
-                keeper_command("environment", theirs.fileno(), shared),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), shared),
-                env=child_variables(os.environ),
-                start_new_session=True,
-            )
-        os.close(shared)
+        try:
+            with theirs:
+                self._keeper = subprocess.Popen(
+                    keeper_command("environment", theirs.fileno(), shared),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(), shared),
+                    env=child_variables(os.environ),
+                    start_new_session=True,
+                )
+        except OSError:
+            self.socket.close()
+            raise
+        finally:
+            os.close(shared)
 
     def kill(self) -> None:
         """Make the keeper kill the process and all that it started."""

@@ -318,6 +318,19 @@ def test_an_environment_that_cannot_be_opened_has_a_reason(name, options, kind, 
     assert type(raised.value) is kind
 
 
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch):
+    def fail(*_given, **_more):
+        raise BlockingIOError("too many processes")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(BlockingIOError):
+            spawning.SpawnedProcess(HOSTILE, {}, LIMITS, network=False)
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+
+
 async def test_processes_that_play_nothing_are_started_with_growing_delay(tmp_path):
     starts = tmp_path / "starts"
 
