@@ -186,8 +186,9 @@ class SpawnedProcess:
             if code == OUT_OF_MEMORY:
                 how = f"its process used up its memory ({self._memory_mb} MiB)"
             else:
-                killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-                how = f"its process {killed}"
+                named = {each.value: each.name for each in signal.Signals}  # few of the real-time signals have a name
+                killed = f"was killed by {named.get(-code, f'signal {-code}')}"
+                how = f"its process {killed if code < 0 else f'ended with code {code}'}"
         self._ending = f"{how}; it wrote: {written}" if written else how
         return self._ending
 

@@ -160,9 +160,9 @@ class Hostile(Environment):
         await policy.chat([ASK])
         ctypes.string_at(0)
 
-    async def kills_itself(self, policy, _word):
+    async def kills_itself(self, policy, word):
         await policy.chat([ASK])
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), int(word or signal.SIGKILL))
 
     async def leaks(self, policy, _word):
         kept = []

@@ -507,6 +507,7 @@ async def test_the_answer_timeout():
         ("exits", "ended with code 3; it wrote: the last words"),
         ("crashes", "was killed by SIGSEGV"),
         ("kills_itself", "was killed by SIGKILL"),
+        ("kills_itself 40", "was killed by signal 40"),
         ("exits_in_a_task", "ended with code 1"),
         ("leaks", "used up its memory (512 MiB)"),
         ("leaks_shared", "raised"),
