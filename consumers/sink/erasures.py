@@ -57,7 +57,8 @@ class Erasures:
                 found.add(record.interaction_id.encode())
             elif isinstance(record, DeletedKey) and record.topic is Topic.INTERACTIONS:
                 found.add(row.key)
-        found -= self.interactions
+        # A dead letter without a key is about no interaction.
+        found -= self.interactions | {b""}
         self.interactions |= found
         return found
 

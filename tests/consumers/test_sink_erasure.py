@@ -110,6 +110,13 @@ def test_dead_letters_about_an_erased_interaction_are_left_out_in_any_order(clie
         assert separate.keys("dead_letters") == [b"i-bobby/x"]
 
 
+def test_a_tombstone_with_an_empty_key_hides_no_dead_letter(tables: Tables):
+    writer = tables.writer()
+    for letter in (dead_letter(b""), keyed(b"", 9, dead=True), replace(dead_letter(b""), offset=1)):
+        writer.write([letter], {})
+    assert tables.keys("dead_letters") == [b"", b""]
+
+
 def test_an_opt_out_deletes_nothing_and_the_newest_erasure_applies():
     row = rows_of([interaction("i", "ann")])[0]
     erasures = Erasures()
