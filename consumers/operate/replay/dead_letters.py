@@ -34,6 +34,8 @@ HEADER_ATTEMPTS = "tidemill-attempts"
 ERASED = "its user was erased"
 ERASED_INTERACTION = "its interaction was erased, or the log no longer holds it after an erasure"
 """Reasons why such letters must not be sent back."""
+NUMBER = re.compile(rb"[0-9]{1,9}")
+"""A usable number of attempts in a header; any other one counts as 1."""
 UNSAID = -1
 """The value of a number that the headers of a letter do not contain."""
 
@@ -147,7 +149,8 @@ class RedriveHistory:
         of, attempts = (header(record, name) or b"" for name in (HEADER_REDRIVE_OF, HEADER_ATTEMPTS))
         if of:
             self._sent_back.add(of.decode("utf-8", "replace").removeprefix(prefix))
-            self._attempts[*record.lane, record.offset] = int(attempts) if attempts.isdigit() else 1
+            # Any process may have written the header, and Python refuses to convert very long numbers.
+            self._attempts[*record.lane, record.offset] = int(attempts) if NUMBER.fullmatch(attempts) else 1
         if record.key is not None:
             self._newest[record.lane, record.key] = record.offset
 

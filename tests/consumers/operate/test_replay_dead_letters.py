@@ -102,6 +102,12 @@ def test_each_new_failure_counts_one_attempt_until_the_limit():
     assert "failed after 2 attempts; the limit is 2" in why_not(again, sequel, limit=2)
 
 
+@pytest.mark.parametrize("written", ["", "many", "-1", "9" * 5000])
+def test_a_number_of_attempts_that_cannot_be_used_counts_as_one(written):
+    sequel = sequel_of(sent_back(20, attempts=written))
+    assert judge(a_letter(offset=20), sequel, Codec(), 3, None).attempts == 2
+
+
 def test_a_letter_whose_sequel_is_past_retention_is_not_sent_back():
     assert "retention" in why_not(a_letter(), sequel_of(kept_from=8))
     assert why_not(a_letter(), sequel_of(kept_from=7)) == ""
