@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from tidemill.schemas.chat.messages import Tool
+from tidemill.schemas.chat.messages import JSON, Tool
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of the parameters of each tool, by name."""
@@ -106,7 +106,6 @@ def _whole_turn(text: str) -> Iterator[tuple[int, int, str]]:
         yield 0, len(text), body
 
 
-_JSON = json.JSONDecoder()
 _BETWEEN_OBJECTS = re.compile(r"[\s;,]*")
 
 
@@ -115,7 +114,7 @@ def _json_calls(body: str, _schemas: Schemas) -> list[ToolCall]:
     calls: list[ToolCall] = []
     at, body = 0, body.strip()
     while at < len(body):
-        value, end = _JSON.raw_decode(body, at)
+        value, end = JSON.raw_decode(body, at)
         for each in value if isinstance(value, list) else [value]:
             if not isinstance(each, dict) or not isinstance(each.get("name"), str):
                 raise ValueError("the text is not a call in this grammar")
@@ -131,7 +130,7 @@ def _json_calls(body: str, _schemas: Schemas) -> list[ToolCall]:
 
 def _object(given: object) -> str:
     """Return the JSON text of an object that is given as an object or as JSON text. Raises ValueError."""
-    value = _JSON.decode(given) if isinstance(given, str) else given
+    value = JSON.decode(given) if isinstance(given, str) else given
     if not isinstance(value, dict):
         raise ValueError("the text is not a call in this grammar")
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -147,7 +146,7 @@ def _named_arguments(begin: str, end: str) -> Callable[[str, Schemas], list[Tool
             named = before.match(body, at)
             if named is None:
                 raise ValueError("the text is not a call in this grammar")
-            value, at = _JSON.raw_decode(body, named.end())
+            value, at = JSON.raw_decode(body, named.end())
             found.append(ToolCall(named["name"], _object(value), named.groupdict().get("id") or ""))
             ended = behind.match(body, at)
             at = ended.end() if ended is not None else at
@@ -213,7 +212,7 @@ def _typed(text: str, schema: Mapping[str, Any], key: str) -> object:
     if isinstance(described, Mapping) and described.get("type") == "string":
         return text
     try:
-        return _JSON.decode(text)
+        return JSON.decode(text)
     except (ValueError, RecursionError):
         return text
 

@@ -30,6 +30,14 @@ class BadMessage(ValueError):
     """A message or a tool that no chat template can render; the text names the position and the fault."""
 
 
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+JSON = json.JSONDecoder(parse_constant=_no_number)
+"""Parser of JSON without NaN and infinity, which Python's own parser accepts."""
+
+
 def checked_messages(given: object) -> list[Message]:
     """Return the messages of a request, each with only `role`, text `content` and the fields of tool calls.
 

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from tidemill.schemas.chat.format import THOUGHT, ChatFormat, ReadTurn
-from tidemill.schemas.chat.messages import NO_TOOLS, BadMessage, Message, Tools, checked_messages, checked_tools
+from tidemill.schemas.chat.messages import JSON, NO_TOOLS, BadMessage, Message, Tools, checked_messages, checked_tools
 
 COMPLETION = "chat.completion"
 CHUNK = "chat.completion.chunk"
@@ -46,7 +46,7 @@ class ChatRequest:
 def json_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object in a request's body. Raises BadMessage, also if a text is not valid Unicode."""
     try:
-        value = _JSON.decode(body.decode())
+        value = JSON.decode(body.decode())
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -56,13 +56,6 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadMessage("the body is not a JSON object")
     return value
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-_JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
 def chat_request(request: Mapping[str, Any], *, formats: bool = False) -> ChatRequest:

@@ -143,6 +143,8 @@ def test_an_unreadable_call_is_reported_and_the_others_are_read(bad):
         ("qwen-xml", "<tool_call><function=add><parameter=note>\n  17\n\n</parameter></function></tool_call>", [
             ToolCall("add", '{"note": "  17\\n"}')]),
         ("qwen-xml", "<tool_call><function=nap></function></tool_call>", [ToolCall("nap", "{}")]),
+        ("qwen-xml", "<tool_call><function=add><parameter=a>NaN</parameter></function></tool_call>", [
+            ToolCall("add", '{"a": "NaN"}')]),
     ],
 )  # fmt: skip
 def test_forms_that_models_write_in_addition_to_their_templates(grammar, turn, read):
