@@ -47,7 +47,7 @@ def routes(site: Site) -> list[BaseRoute]:
             check(values)
             known = await asyncio.to_thread(tokens)
             ways = known.ways(values["text"][:MOST_VALUE]) if known and "text" in values else []
-            own = {**values, "tokens": json.dumps(ways)}
+            own = {**values, "tokens": json.dumps(ways, separators=(",", ":"))}
             result, choices = await found_rows(site, own)
         except (QueryFailed, ValueError) as error:
             return site.html("failed.html", panel=panel, message=str(error))
@@ -129,8 +129,10 @@ def routes(site: Site) -> list[BaseRoute]:
 
 async def found_rows(site: Site, values: dict[str, str]) -> list[TableRows]:
     """Return the rollouts that a search found, and the choices of its form. Raises QueryFailed."""
-    shown = (panels()[name] for name in ("rollout_list", "rollout_choices"))
-    return await asyncio.gather(*(site.tables.kept(each.sql, arguments(each, values)) for each in shown))
+    found, choices = panels()["rollout_list"], panels()["rollout_choices"]
+    # The ids of a text are longer than the text, and a part of them would find nothing.
+    given = {**arguments(found, values), "tokens": values["tokens"]}
+    return await asyncio.gather(site.tables.kept(found.sql, given), site.tables.kept(choices.sql))
 
 
 def check(values: dict[str, str]) -> None:

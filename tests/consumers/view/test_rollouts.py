@@ -99,6 +99,7 @@ def test_the_search_finds_what_sql_finds(view: View):
 def test_text_is_found_in_tokens(view: View):
     assert listed(view, text="5 + 7? (g3-2)") == [f"g3-2-{n}" for n in reversed(range(4))]
     assert listed(view, text="<script>document") == ["g5-0-1"]
+    assert listed(view, text=LONG[:1000]) == ["g5-0-2"]
 
 
 @pytest.mark.parametrize(
