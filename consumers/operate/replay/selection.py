@@ -134,8 +134,13 @@ def span(text: str) -> NumberRange:
 
 
 def utc_text(timestamp_ms: int) -> str:
-    """Format a record's time as ISO 8601, UTC, in milliseconds."""
-    return datetime.fromtimestamp(timestamp_ms / 1_000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """Format a record's time as ISO 8601, UTC, in milliseconds; as their number if no date has it, since a record may
+    have any time."""
+    try:
+        moment = datetime.fromtimestamp(timestamp_ms / 1_000, UTC)
+    except (ValueError, OverflowError):
+        return f"{timestamp_ms} ms"
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 FUNCTIONS = {"len": len, "abs": abs, "min": min, "max": max, "str": str, "float": float}

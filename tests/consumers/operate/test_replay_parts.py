@@ -22,6 +22,7 @@ from tidemill.consumers.operate.replay.selection import (
     Selection,
     offset_range,
     span,
+    utc_text,
 )
 from tidemill.consumers.operate.replay.target import (
     HEADER_REPLAY_BEGAN,
@@ -176,6 +177,12 @@ def test_an_empty_selection_is_refused():
 def test_times_are_from_and_up_to(start, length, at):
     chosen = Selection(topics=("rollouts",), from_ms=start, to_ms=start + length + 1)
     assert chosen.in_times(at) == (at in range(start, start + length + 1))
+
+
+def test_a_time_that_no_date_has_is_shown_as_a_number():
+    assert utc_text(1_767_225_600_001) == "2026-01-01T00:00:00.001Z"
+    assert utc_text(2**63 - 1) == "9223372036854775807 ms"
+    assert utc_text(10**15) == "1000000000000000 ms"
 
 
 def keeps(expression, record, topics=("rollouts", "groups"), headers=()):
