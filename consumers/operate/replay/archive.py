@@ -212,10 +212,14 @@ def _manifest_of(file: BinaryIO) -> ArchiveManifest:
     tree = json.loads(text)
     if tree.get("format") != FORMAT:
         raise ArchiveError(f"the archive has format {tree.get('format')}, this version reads {FORMAT}")
-    unknown = sorted(set(tree["partitions"]) - set(RANK))
+    try:
+        made = ArchiveManifest(**tree)
+    except TypeError as error:  # a field is unknown, or lacks
+        raise ArchiveError(f"this version cannot read the archive's manifest: {error}") from error
+    unknown = sorted(set(made.partitions) - set(RANK))
     if unknown:
         raise ArchiveError(f"the archive holds topics that this version does not know: {', '.join(unknown)}")
-    return ArchiveManifest(**tree)
+    return made
 
 
 def _empty_plan(made: ArchiveManifest) -> Plan:

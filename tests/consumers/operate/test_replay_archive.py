@@ -167,13 +167,28 @@ def test_records_of_a_schema_registry_can_be_read_without_it(tmp_path):
         origin.close()
 
 
+def signed(tree):
+    """Return the metadata of an archive with this manifest."""
+    text = json.dumps(tree, sort_keys=True)
+    return {MANIFEST: text, MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
+
+
+@pytest.mark.parametrize("change", ["more", "less"])
+def test_a_manifest_with_other_fields_is_refused(archive, tmp_path, change):
+    file, made, _ = archive
+    tree = {**asdict(made), "later": 1}
+    if change == "less":
+        tree = {"format": 1, "partitions": {}}
+    rewritten(file, tmp_path / "other.avro", metadata=signed(tree))
+    with pytest.raises(ArchiveError, match="cannot read the archive's manifest"):
+        ArchiveOrigin(tmp_path / "other.avro", Codec())
+
+
 def test_an_archive_from_before_it_held_the_schemas_of_a_registry_is_read(archive, tmp_path):
     file, made, _ = archive
     tree = asdict(made)
     del tree["registry_schemas"]
-    text = json.dumps(tree, sort_keys=True)
-    changed = {MANIFEST: text, MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
-    rewritten(file, tmp_path / "old.avro", metadata=changed)
+    rewritten(file, tmp_path / "old.avro", metadata=signed(tree))
     origin = ArchiveOrigin(tmp_path / "old.avro", Codec())
     assert (origin.manifest.sha256, origin.manifest.registry_schemas) == (made.sha256, {})
     assert list(origin.ordered(origin.plan(None, no_progress))) == ordered_by_sorting(some_records())
