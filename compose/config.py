@@ -321,7 +321,9 @@ def check_variables() -> None:
         if delimiter:
             raise ValueError(f"environment variable {variable}: there is no section {name!r}")
         of_kubernetes = SERVICE_NAME.search(variable) or SERVICE_VALUE.match(value)
-        if name.partition("_")[0] in sections and not of_kubernetes:
+        # The flags of these settings, such as --bootstrap, name no section.
+        of_log = name in KafkaSettings.model_fields
+        if of_log or (name.partition("_")[0] in sections and not of_kubernetes):
             keys = ((section, key) for section, model in sections.items() for key in model.model_fields)
             known = [f"{PREFIX}{section}__{key}".upper() for section, key in keys]
             closest = difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0)[0]

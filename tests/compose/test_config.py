@@ -73,9 +73,11 @@ def test_an_unknown_section_in_the_environment_is_named(monkeypatch: pytest.Monk
         ("TIDEMILL_KAFKA_BOOTSTRAP", "kafka:9092", "TIDEMILL_KAFKA__BOOTSTRAP"),
         ("tidemill_run_id", "tuesday", "TIDEMILL_RUN__RUN_ID"),
         ("TIDEMILL_GATEWAY_PORT", "8090", "TIDEMILL_GATEWAY__PORT"),
+        ("TIDEMILL_BOOTSTRAP", "kafka:9092", "TIDEMILL_KAFKA__BOOTSTRAP"),
+        ("tidemill_topic_prefix", "other.", "TIDEMILL_KAFKA__TOPIC_PREFIX"),
     ],
 )
-def test_a_variable_with_one_underscore_after_a_section_is_refused(
+def test_a_variable_without_the_delimiter_after_a_section_is_refused(
     variable: str, value: str, closest: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TIDEMILL_KERNELS", "cpu")  # no setting
