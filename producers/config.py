@@ -216,7 +216,8 @@ class LogFailure(StrEnum):
     REFUSE = "refuse"
     """Answer 503, and end a stream with an error: every served answer is recorded."""
     SERVE_UNRECORDED = "serve_unrecorded"
-    """Serve it, count it, and return no interaction with it, so that it cannot get feedback."""
+    """Serve it, count it, and return no interaction token at its end. The header of a stream has the token already:
+    feedback with it has no interaction in the log."""
 
 
 class OtherSampling(StrEnum):

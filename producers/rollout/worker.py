@@ -220,12 +220,6 @@ def run(
             outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
             stack.callback(outbox.close)
             log = stack.enter_context(LogReader(kafka, client_id=APPLICATION))
-            member_of = kafka
-            if settings.worker_id is not None:  # a static member, which gets its own partitions again
-                options = {**kafka.client_options, "group.instance.id": settings.worker_id}
-                member_of = kafka.model_copy(update={"client_options": options})
-            member = GroupConsumer(member_of, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
-            stack.callback(member.close)
 
             def record(turn: Turn) -> None:
                 """Record a turn. A turn above the size limit is not recorded: the next worker samples it again."""
@@ -241,6 +235,13 @@ def run(
             endpoint = await stack.enter_async_context(AgentEndpoint())
             player = Player(settings, worker_id, environments, form, client, endpoint, record, claims.keep)
             worker = Worker(run, settings, worker_id, Names(kafka.topic_prefix), player, outbox)
+            member_of = kafka
+            if settings.worker_id is not None:  # a static member, which gets its own partitions again
+                options = {**kafka.client_options, "group.instance.id": settings.worker_id}
+                member_of = kafka.model_copy(update={"client_options": options})
+            # Last: a member gets partitions at once, also before it polls, and no other worker plays their tasks.
+            member = GroupConsumer(member_of, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
+            stack.callback(member.close)
             LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
             with Liveness(f"rollout worker {worker_id}", kafka.stall_timeout_s) as liveness:
                 await worker.serve(TaskIntake(member, log, run.run_id), stop, liveness)
