@@ -57,7 +57,7 @@ class Outbox:
         self._failure: Exception | None = None
 
     async def write(self, key: str, record: Record, topic: Topic | None = None) -> None:
-        """Write one record and wait for its acknowledgement.
+        """Write one record and wait for its acknowledgement. If this is cancelled, the record may still be written.
 
         Raises DeliveryError, also the error of an earlier posted record.
         """
@@ -111,8 +111,10 @@ class Outbox:
                 batch, self._waiting = batch + self._waiting, []
                 failures = [error] * len(batch)
             for outgoing, failure in zip(batch, failures, strict=True):
-                if outgoing.written is None or outgoing.written.done():  # nobody waits for it, or does not any more
+                if outgoing.written is None:
                     self._failure = failure or self._failure
+                elif outgoing.written.done():  # its writer was cancelled
+                    continue
                 elif failure is None:
                     outgoing.written.set_result(None)
                 else:

@@ -60,12 +60,9 @@ class Recorder:
 
     async def write(self, made: Interaction) -> None:
         """Write one interaction and wait for its acknowledgement. Raises DeliveryError."""
-        writing = asyncio.create_task(self._outbox.write(made.interaction_id, made))
-        # Not cancelled after the time limit: the outbox would raise its failure at the next interaction.
-        writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             async with asyncio.timeout(self._timeout_s):
-                await asyncio.shield(writing)
+                await self._outbox.write(made.interaction_id, made)
         except (DeliveryError, TimeoutError, OSError) as error:
             self.failing, self._rests_until = True, time.monotonic() + self._rest_s
             reason = str(error) or "no acknowledgement in time"
