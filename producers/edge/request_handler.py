@@ -69,9 +69,14 @@ class Recorder:
             raise DeliveryError(f"interaction {made.interaction_id}: {reason}") from error
         self.failing = False
 
+    @property
+    def rests(self) -> bool:
+        """Whether the log failed less than `rest_s` ago, or is being tried again."""
+        return self.failing and time.monotonic() < self._rests_until
+
     def may_try(self) -> bool:
         """Return whether to accept a request: always while the log answers; one per `rest_s` while it does not."""
-        if self.failing and time.monotonic() < self._rests_until:
+        if self.rests:
             return False
         self._rests_until = time.monotonic() + self._rest_s
         return True

@@ -192,7 +192,8 @@ class Router:
     async def _health(self, _request: Request) -> Response:
         canary, failing = self.canary, self.recorder.failing
         body = {"log": "failing" if failing else "ok", "canary": {"version": canary.version, "share": canary.share}}
-        return JSONResponse(body, 503 if failing else 200)
+        # 503 only while requests are refused: the log is tried again by requests, which a load balancer must send.
+        return JSONResponse(body, 503 if self.recorder.rests else 200)
 
     async def _metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self.metrics), media_type="text/plain; version=0.0.4")
