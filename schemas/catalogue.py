@@ -61,7 +61,6 @@ class TopicSpec:
     keyed: bool = True
     """Whether `kafka.partitions` overrides its partition count; topics with a single partition are totally ordered."""
     config: Mapping[str, str] = field(default_factory=dict)
-    dead_letters: bool = True
 
     def partition_count(self, kafka: KafkaSettings) -> int:
         """Return the number of partitions to create."""

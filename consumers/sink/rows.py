@@ -166,7 +166,7 @@ class DeadLetterReader(AbstractContextManager["DeadLetterReader"]):
     ) -> None:
         self._log = PartitionReader(kafka, CLIENT_ID)
         names = Names(kafka.topic_prefix)
-        wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
+        wanted = {names.dead_letter(topic) for topic in topics}
         known = self._log.client.list_topics(timeout=METADATA_TIMEOUT_S).topics
         partitions = [(topic, number) for topic in sorted(wanted & set(known)) for number in known[topic].partitions]
         self._log.assign({partition: start.get(partition, OFFSET_BEGINNING) for partition in partitions}, gaps=gaps)

@@ -70,7 +70,7 @@ def wanted_topics(kafka: KafkaSettings) -> list[NewTopic]:
         "retention.ms": str(DEAD_LETTER_RETENTION_MS),
         "max.message.bytes": str(MAX_LETTER_BYTES),
     }
-    wanted += [(names.dead_letter(spec.topic), spec, letters) for spec in CATALOGUE.values() if spec.dead_letters]
+    wanted += [(names.dead_letter(spec.topic), spec, letters) for spec in CATALOGUE.values()]
     return [
         NewTopic(name, spec.partition_count(kafka), replication_factor=kafka.replication_factor, config=config)
         for name, spec, config in wanted
