@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -134,9 +134,16 @@ class RepeatableRun:
         """Describe how a step with the configuration hash `recorded` was trained, and how it would be trained now."""
         return self.weights.settings.difference(recorded, self.weights.machine)
 
-    def go_to(self, version: int, steps: Iterable[TrainStep], inputs: RecordedInputs) -> None:
+    def go_to(
+        self,
+        version: int,
+        steps: Iterable[TrainStep],
+        inputs: RecordedInputs,
+        begins: Callable[[TrainStep], None] = lambda _: None,
+    ) -> None:
         """Make the weights and optimizer moments of `version`: load those of the nearest checkpoint among its
-        ancestors, or of the model that the run started with, and repeat the steps after it.
+        ancestors, or of the model that the run started with, and repeat the steps after it. `begins` is called before
+        each of these steps.
 
         Raises RuntimeError for a checkpoint or a starting model that differs from the log, NotRepeatableError as
         `make_again`, LookupError if the log no longer has an input of these steps.
@@ -158,6 +165,7 @@ class RepeatableRun:
                 f"from {', '.join(started)}: name the checkpoint that it started from"
             )
         for record in path:
+            begins(record)
             self.make_again(record, inputs.of(record), on_the_way_to=version)
 
     def require_recorded(self, record: TrainStep) -> None:

@@ -131,7 +131,8 @@ class TrainingRun:
     """The versions made so far; the gate's decisions have not been read yet."""
     planned: StepPlan | None
     """The plan of the next step, if it was written."""
-    _liveness: Liveness = field(init=False)
+    _liveness: Liveness | None = field(default=None, init=False)
+    """The watchdog of `train`; None before."""
     _not_before: float = 0.0
     """Earliest start of the next step, on the monotonic clock."""
 
@@ -165,8 +166,13 @@ class TrainingRun:
 
     def go_back(self, version: int, step: int) -> None:
         """Continue training from `version`; the next step is `step` + 1. Raises as `Session.go_back`."""
+
+        def begins(record: TrainStep) -> None:
+            # Many steps may be repeated: the timeout is that of each.
+            self._beat(f"step {record.step}, repeated on the way back to version {version}")
+
         with RecordedInputs(self.kafka, self.settings, self.session.weights) as inputs:
-            self.session.go_back(version, step, read_steps(self.kafka, self.run_id), inputs)
+            self.session.go_back(version, step, read_steps(self.kafka, self.run_id), inputs, begins)
 
     def _take_planned(self, plan: StepPlan) -> TrainStep | None:
         """Take the planned step before reading more of the run; return None if it must be planned again.
@@ -232,7 +238,8 @@ class TrainingRun:
         return None
 
     def _beat(self, activity: str) -> None:
-        self._liveness.beat(activity, self.settings.step_timeout_s)
+        if self._liveness is not None:
+            self._liveness.beat(activity, self.settings.step_timeout_s)
 
     def _checkpoint(self) -> None:
         self._beat("a checkpoint")

@@ -20,7 +20,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from tidemill.kernels.weights.graph import VersionError, VersionGraph
@@ -208,14 +208,22 @@ class Session(RepeatableRun):
         self._finish(record, batch, self.make_again(record, batch))
         self.wait_published()
 
-    def go_back(self, version: int, step: int, steps: Iterable[TrainStep], inputs: RecordedInputs) -> None:
+    def go_back(
+        self,
+        version: int,
+        step: int,
+        steps: Iterable[TrainStep],
+        inputs: RecordedInputs,
+        begins: Callable[[TrainStep], None] = lambda _: None,
+    ) -> None:
         """Continue from `version`: the step after `step` is the next one, and its version continues this one's weights.
 
-        Nothing is published: the version is in the log. Raises as `go_to`, and VersionError if the log does not contain
-        the weights under this version.
+        Nothing is published: the version is in the log. `begins` is called before each step that is repeated.
+
+        Raises as `go_to`, and VersionError if the log does not contain the weights under this version.
         """
         self.wait_published()
-        self.go_to(version, steps, inputs)
+        self.go_to(version, steps, inputs, begins)
         self.place = replace(self.place, step=step)
         self.weights.go_back(version)
 

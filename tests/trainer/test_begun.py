@@ -4,11 +4,13 @@ import logging
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.documents import delete
-from tests.trainer.conftest import settings_of
+from tests.records import build
+from tests.trainer.conftest import make_trainable, settings_of, tiny_model
 from tests.trainer.run_log import Killed, decide, erase, run_of, serve, write_groups, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Topic
@@ -16,10 +18,14 @@ from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateVerdict, Manifest, StepPlan, TrainStep
+from tidemill.trainer.batch_builder import StepBatch
+from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import OnlineSettings, TrainerSettings
 from tidemill.trainer.history import read_history
-from tidemill.trainer.run import run
+from tidemill.trainer.run import TrainingRun, run
 from tidemill.trainer.session import Session
+from tidemill.trainer.step import Learner
+from tidemill.trainer.trained_weights import TrainedWeights
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +174,28 @@ def test_of_several_plans_the_newest_counts(log, run_id, settings, train) -> Non
     assert read_history(log, run_id)[1] == newer
     train(settings, 1)
     assert [names(step) for step in written(log, TrainStep, run_id)] == [["g0"]]
+
+
+def test_each_step_repeated_on_the_way_back_has_the_whole_timeout(tiny_checkpoint, tmp_path, monkeypatch) -> None:
+    """Otherwise a trainer that goes back over many steps would end as hung, and again after each start."""
+    settings, batch = settings_of(model=tiny_checkpoint), StepBatch([make_trainable("a")], [])
+    checkpoints = CheckpointStore(str(tmp_path), "run", "main", keep=1)
+    weights = TrainedWeights(settings, Learner(tiny_model(), settings, None), checkpoints)
+    weights.restore(0)
+    session = Session(run_of(), weights, None, None, steps=None, step=0)
+    steps = []
+    for number in range(1, 4):
+        before = session.place.fingerprint
+        session.compute(build(TrainStep, step=number), batch)
+        hashes = {"config_hash": session.config_hash, "parent_fingerprint": before}
+        steps.append(build(TrainStep, step=number, fingerprint=session.place.fingerprint, **hashes))
+    inputs = nullcontext(SimpleNamespace(of=lambda _: batch))
+    monkeypatch.setattr("tidemill.trainer.run.RecordedInputs", lambda *_: inputs)
+    monkeypatch.setattr("tidemill.trainer.run.read_steps", lambda *_: steps)
+    training = TrainingRun(KafkaSettings(), "run", settings, session, None, None, None, None)
+    training.go_back(1, 3)
+    assert (session.place.version, session.place.step) == (1, 3), "before its loop a trainer has no watchdog"
+    beats = []
+    training._liveness = SimpleNamespace(beat=lambda activity, within_s: beats.append((activity, within_s)))
+    training.go_back(2, 3)
+    assert beats == [(f"step {n}, repeated on the way back to version 2", settings.step_timeout_s) for n in (1, 2)]
