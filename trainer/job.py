@@ -117,6 +117,8 @@ AWAITED_S = 30 * 24 * 3600.0
 ANSWERS_S = 3.0
 """Time for the other ranks to report that they have noticed a failure too; a rank without a report has failed."""
 LOOK_S = 0.05
+COMPUTING = ("schemas", "kernels", "trainer")
+"""Folders with the code that a rank runs."""
 _REASON = "tidemill/reasons/{}"
 _LOST = "another rank is lost"
 
@@ -140,8 +142,10 @@ class Job:
     """The key-value store of torch for the job."""
 
     def require_same(self, settings: Mapping[str, Section]) -> None:
-        """Raise ValueError on every rank unless all have the same settings, libraries and trainer code."""
-        code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+        """Raise ValueError on every rank unless all have the same settings, libraries and code."""
+        folders = (Path(__file__).parents[1] / name for name in COMPUTING)
+        files = (path for folder in folders for path in sorted(folder.rglob("*.py")))
+        code = hashlib.sha256(b"".join(path.read_bytes() for path in files))
         facts = {f"{name}.{key}": value for name, of in settings.items() for key, value in of.model_dump().items()}
         facts |= {"torch": torch.__version__, "transformers": transformers.__version__, "code": code.hexdigest()[:16]}
         found = self.ranks.gather(lambda: facts)

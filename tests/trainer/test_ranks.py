@@ -383,6 +383,28 @@ def test_ranks_with_different_installations_are_refused():
         Job(TwoInstallations()).require_same({"trainer": settings_of()})
 
 
+class SeenFacts(Ranks):
+    """One process, which keeps what its ranks would compare."""
+
+    def gather(self, make):
+        self.facts = make()
+        return [self.facts]
+
+
+@pytest.mark.parametrize("changed", ["trainer/job.py", "trainer/replay/steps.py", "kernels/weights/bits.py"])
+def test_ranks_compare_all_code_that_computes(changed, tmp_path, monkeypatch):
+    for name in ("trainer/job.py", "trainer/replay/steps.py", "kernels/weights/bits.py", "schemas/records.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    monkeypatch.setattr("tidemill.trainer.job.__file__", str(tmp_path / "trainer" / "job.py"))
+    ranks, seen = SeenFacts(), []
+    for text in ("one", "one", "another"):
+        (tmp_path / changed).write_text(text)
+        Job(ranks).require_same({})
+        seen.append(ranks.facts["code"])
+    assert seen[0] == seen[1] != seen[2]
+
+
 @pytest.mark.parametrize(
     ("alone", "together"),
     [("rounded one", "rounded two"), ("rounded experts one", "rounded experts divided")],
