@@ -52,7 +52,7 @@ class TokenizerSettings(Section):
     vocab_size: int = Field(default=640, ge=320)
     """Maximum tokens: 256 bytes, the special tokens and merges; fewer if the documents give fewer merges."""
 
-    special_tokens: tuple[str, ...] = CHATML_TOKENS
+    special_tokens: tuple[str, ...] = Field(default=CHATML_TOKENS, min_length=1)
     """Tokens of the chat template that are never split; the last one ends a turn."""
 
     phrases: bool = True

@@ -120,6 +120,11 @@ def test_a_checkpoint_without_a_weight_or_with_a_cut_file_is_refused(tmp_path):
         load_model(str(tmp_path / "model"))
 
 
+def test_a_tokenizer_without_a_token_that_ends_a_turn_is_refused():
+    with pytest.raises(ValidationError, match="special_tokens"):
+        TokenizerSettings(special_tokens=())
+
+
 @pytest.mark.parametrize("wrong", [{"hidden_size": 48}, {"head_dim": 48}, {"heads": 3, "kv_heads": 2}, {"width": 1}])
 def test_a_shape_that_cannot_be_served_is_refused(wrong):
     with pytest.raises(ValidationError):
