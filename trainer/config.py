@@ -171,7 +171,8 @@ class TrainerSettings(Section):
     """Upper clip range of the policy ratio; None: the objective's published value."""
 
     length_divisor: float = Field(default=128.0, gt=0)
-    """Constant by which composer2 and dr_grpo divide instead of a rollout's length."""
+    """Constant by which composer2 and dr_grpo divide instead of a rollout's length, and every objective an answer's in
+    an online batch."""
 
     behaviour_cap: float = Field(default=2.0, gt=0)
     """Bound of the behaviour weight of decoupled_ppo."""

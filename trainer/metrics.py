@@ -141,8 +141,8 @@ def flop_metrics(
     """Return the FLOPs of a step by `ModelSize.forward`, and the numbers to compute those of other tokens.
 
     `flops/forward` and `flops/backward` are those of the tokens that the model computes, `flops/frozen` those of the
-    passes without a gradient. `flops/recomputed` are those computed a second time to save memory: scores of the head,
-    and the layers with checkpointed activations.
+    passes without a gradient, except scores at older weights (`trainer.score_older_every`). `flops/recomputed` are
+    those computed a second time to save memory: scores of the head, and the layers with checkpointed activations.
     `flops/saved` would be added, without attention, if the rows contained every token of every segment.
 
     Args:

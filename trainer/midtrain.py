@@ -4,8 +4,8 @@ Invariants: the result depends only on the documents up to the recorded offsets,
 number of threads and one build of the tensor library); each document is used once, in the order of the ids.
 
 Documents are packed into rows: every document occurs exactly once in an epoch, its tokens in order, cut only if it is
-longer than a row; a token is predicted only from earlier tokens of its own piece; the order of an epoch depends only on
-the seed.
+longer than a row; a piece of one token, in which nothing is predicted, is left out; a token is predicted only from
+earlier tokens of its own piece; the order of an epoch depends only on the seed.
 
 The matrices inside the network are trained by Muon, momentum with orthogonalised updates, all other parameters by
 AdamW: after Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the learning rate

@@ -86,7 +86,8 @@ class MidtrainSettings(Section):
     """Optimizer steps; after all documents, the next epoch uses them in another order."""
 
     row_tokens: int = Field(default=1_536, ge=16)
-    """Tokens of one packed row, which is the batch of one step; longer documents are cut into pieces of this size."""
+    """Tokens of one packed row, which is the batch of one step, at most `model.max_positions`; longer documents are cut
+    into pieces of this size."""
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak of the learning rate."""

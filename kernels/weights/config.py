@@ -19,7 +19,7 @@ class CodecChoice(Section):
     """Elements of the largest block: smaller blocks cost more bytes, but less memory for writer and reader."""
 
     coder: Literal["auto", "rans", "pcodec", "zstd"] = "auto"
-    """Entropy coder of sparse blocks; auto uses the coder with the smallest result."""
+    """Entropy coder of sparse blocks; auto: rans, or pcodec for a block that it makes smaller."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
     """Digest over a block: xxh3 detects damage; blake3 also detects manipulation, if the store is not trusted."""
