@@ -14,7 +14,7 @@ import pytest
 from tests.consumers.operate import audit_support as loop
 from tests.consumers.product_support import SECOND, outcome, product_run, request
 from tests.consumers.product_support import interaction as served
-from tests.consumers.sink_support import START_US, fill, group, rollout, rows_of, small_run, step
+from tests.consumers.sink_support import START_US, fill, group, manifest, rollout, rows_of, small_run, step
 from tests.records import build
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
@@ -162,6 +162,19 @@ def test_one_step_and_one_version_are_selected_by_number(small):
             with pytest.raises(QueryFailed, match=f"parameter '{name}' of {name} is a number"):
                 told(name, **{name: wrong})
     assert told("step", step="1", run="another") == []
+
+
+def test_the_first_record_of_a_version_that_was_published_twice_counts(over):
+    """As for replicas, which refuse the second one."""
+    first, other = manifest(1), replace(manifest(1), run_id="newer")
+    fork = replace(first, fingerprint="fork", delta_bytes=7, tensors=[replace(first.tensors[0], name="fork")])
+    told = over([first, fork, other]).rows
+    assert [row["fingerprint"] for row in told("version", version="1", run="run")] == [first.fingerprint]
+    assert [row["run_id"] for row in told("version", version="1")] == ["newer"]
+    assert [row["tensor"] for row in told("version_tensors", version="1", run="run")] == ["w"]
+    assert [row["fingerprint"] for row in told("weight_graph", run="run")] == [first.fingerprint]
+    for name in ("delta_by_version", "delta_sizes", "weight_versions"):
+        assert [row["delta_bytes"] for row in told(name, run="run")] == [first.delta_bytes], name
 
 
 def test_reward_by_step(small):

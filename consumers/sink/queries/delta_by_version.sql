@@ -15,10 +15,10 @@ SELECT
     learning_rate
 FROM
 (
-    SELECT run_id, branch, incarnation, version, step, parent, delta_bytes, n_changed, n_elements, learning_rate
+    SELECT run_id, branch, version, step, parent, delta_bytes, n_changed, n_elements, learning_rate
     FROM weights_manifests
     WHERE {run:String} = '' OR run_id = {run:String}
-    ORDER BY _offset DESC
+    ORDER BY _offset
     LIMIT 1 BY run_id, branch, version
 )
 WHERE parent IS NOT NULL

@@ -25,7 +25,7 @@ FROM
     SELECT *
     FROM weights_manifests
     WHERE parent IS NOT NULL AND n_changed > 0 AND ({run:String} = '' OR run_id = {run:String})
-    ORDER BY _offset DESC
+    ORDER BY _offset
     LIMIT 1 BY run_id, branch, version
 )
 ORDER BY run_id, branch, version

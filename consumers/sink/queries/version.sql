@@ -22,9 +22,15 @@ SELECT
     _topic AS topic,
     _partition AS partition,
     _offset AS offset
-FROM weights_manifests
-WHERE version = toInt64OrNull({version:String})
-    AND ({run:String} = '' OR run_id = {run:String})
-    AND ({branch:String} = '' OR branch = {branch:String})
+FROM
+(
+    SELECT *
+    FROM weights_manifests
+    WHERE version = toInt64OrNull({version:String})
+        AND ({run:String} = '' OR run_id = {run:String})
+        AND ({branch:String} = '' OR branch = {branch:String})
+    ORDER BY _offset
+    LIMIT 1 BY run_id, branch
+)
 ORDER BY _offset DESC
 LIMIT 1

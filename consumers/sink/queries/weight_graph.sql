@@ -9,7 +9,7 @@ WITH
         FROM weights_manifests
         WHERE ({run:String} = '' OR run_id = {run:String})
             AND ({before:String} = '' OR version < toInt64OrNull({before:String}))
-        ORDER BY _offset DESC
+        ORDER BY _offset
         LIMIT 1 BY run_id, branch, incarnation, version
     )
 SELECT *

@@ -20,7 +20,7 @@ FROM
     SELECT *, anchor_uri IS NOT NULL AS anchored
     FROM weights_manifests
     WHERE {run:String} = '' OR run_id = {run:String}
-    ORDER BY _offset DESC
+    ORDER BY _offset
     LIMIT 1 BY run_id, branch, version
 ) AS m
 LEFT JOIN
