@@ -55,7 +55,7 @@ class LoopState:
         if getattr(record, "run_id", None) != self.run_id:
             return
         match record:
-            case r.Task():
+            case r.Task() if record.group_id not in self._issued:
                 self._issued.add(record.group_id)
                 self.environments[record.environment] = self.environments.get(record.environment, 0) + 1
                 if record.mode is r.Mode.EVAL:
@@ -172,12 +172,13 @@ class OnlineState:
     interactions: set[str] = field(default_factory=set)
     endings: dict[str, str] = field(default_factory=dict)
     """The end of each interaction: `REWARDED`, or the reason of its exclusion."""
-    corrections: int = 0
     batches: dict[str, r.OnlineBatch] = field(default_factory=dict)
     decisions: list[r.GateDecision] = field(default_factory=list)
     branch: BranchDecisions = field(default_factory=BranchDecisions)
     """The meaning of the decisions."""
     _recent: deque[int] = field(default_factory=deque)
+    _corrections: set[tuple[str, int]] = field(default_factory=set)
+    """Interaction and revision of each correction."""
     _votes: set[tuple[str, str]] = field(default_factory=set)
     """Interaction and event of each vote. Feedback names no run: votes of other runs are among them."""
 
@@ -199,7 +200,7 @@ class OnlineState:
             case r.Outcome(revision=0):
                 self.endings.setdefault(record.interaction_id, record.exclusion or REWARDED)
             case r.Outcome():
-                self.corrections += 1
+                self._corrections.add((record.interaction_id, record.revision))
             case r.OnlineBatch():
                 self.batches.setdefault(record.batch_id, record)
             case r.GateDecision():
@@ -222,6 +223,10 @@ class OnlineState:
             for step in self.loop.steps.values()
         }
         return {version: batches for version, batches in found.items() if batches}
+
+    @property
+    def corrections(self) -> int:
+        return len(self._corrections)
 
     @property
     def votes(self) -> int:

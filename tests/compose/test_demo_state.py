@@ -13,7 +13,7 @@ from tests.records import build
 from tidemill.compose.cli import main
 from tidemill.compose.config import load_settings
 from tidemill.compose.demo.command import RECIPES, run_demo
-from tidemill.compose.demo.state import LoopState
+from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import percentiles, summarise
 from tidemill.compose.demo.view import closing, screen, sparkline
 from tidemill.schemas.records import (
@@ -24,6 +24,7 @@ from tidemill.schemas.records import (
     LagCount,
     Manifest,
     Mode,
+    Outcome,
     RolloutStatus,
     StepInput,
     Task,
@@ -117,6 +118,15 @@ def test_neither_duplicates_nor_the_order_between_topics_matters(seed: int):
     random.Random(seed).shuffle(shuffled)
     first, second = folded(records), folded(shuffled)
     assert first.held_out() == second.held_out() and first.spanning() == second.spanning()
+
+
+def test_repeated_tasks_and_corrections_count_once():
+    correction = build(Outcome, interaction_id="i0", revision=1)
+    records = [eval_task("e0", 0), eval_task("e1", 0), correction, replace(correction, revision=2)]
+    online = OnlineState(LoopState(RUN), frozenset(), frozenset())
+    for record in [*records, *records]:
+        online.observe(record)
+    assert (online.loop.environments, online.corrections) == ({"ledger": 2}, 2)
 
 
 def test_other_runs_are_ignored():
