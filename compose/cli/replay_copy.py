@@ -133,6 +133,8 @@ def copying(options: dict[str, Any], settings: TidemillSettings, into: str) -> C
 
     pace = speed_of(options["speed"])
     check_prefix(settings.kafka.topic_prefix, into)
+    if options["manifest_file"] is not None:
+        check_directory(options["manifest_file"])
 
     def copy_from(kafka: KafkaSettings, origin: ReplayOrigin) -> None:
         with closing(origin):
@@ -146,6 +148,12 @@ def copying(options: dict[str, Any], settings: TidemillSettings, into: str) -> C
             )
 
     return copy_from
+
+
+def check_directory(file: Path) -> None:
+    """Raise BadParameter, before the log is read, if a file cannot be written because its directory does not exist."""
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"{file}: there is no directory {file.parent}")
 
 
 INTERRUPTED = 130
@@ -174,6 +182,7 @@ def export_command(
     """
     if file.exists():
         raise typer.BadParameter(f"{file} exists already")
+    check_directory(file)
     settings = settings_of({})
     chosen = selection_of(settings)
     kafka = with_reachable_log(settings).kafka

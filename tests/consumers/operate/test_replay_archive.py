@@ -195,6 +195,19 @@ def test_an_archive_from_before_it_held_the_schemas_of_a_registry_is_read(archiv
     origin.close()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["copy", "--topic", "rollouts", "--into", "other.", "--manifest", "no/directory/made.json"],
+        ["export", "--topic", "rollouts", "no/directory/a.avro"],
+    ],
+)
+def test_a_file_in_a_directory_that_does_not_exist_is_refused_before_the_log_is_read(arguments):
+    refused = CliRunner().invoke(app, ["replay", *arguments, "--bootstrap", "127.0.0.1:9"])
+    assert refused.exit_code == 2
+    assert "there is no directory no/directory" in refused.output
+
+
 def test_a_range_of_a_log_goes_through_a_file_into_another_prefix(kafka, tmp_path, topic_prefix):
     live, into, file = written_log(kafka), f"import{topic_prefix}", tmp_path / "steps.avro"
     where = ["--bootstrap", live.bootstrap, "--topic-prefix", live.topic_prefix]
