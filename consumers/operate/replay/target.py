@@ -109,8 +109,8 @@ class Target:
                     )
                 if replay_id is None or of != replay_id:
                     raise ValueError(
-                        f"{self.prefix}{record} was written by replay {of}: continue it with --resume {of}, or "
-                        "give another prefix"
+                        f"{self.prefix}{record} was written by replay {of}: give another prefix, or, if that was a "
+                        f"copy or an import that was interrupted, continue it with --resume {of}"
                     )
                 standing.copied.setdefault(record.lane, []).append(copied_offset(record))
                 standing.first.setdefault(record.lane, record.offset)
