@@ -21,6 +21,8 @@ from tidemill.schemas.records import Feedback, Interaction, OnlineBatch, Outcome
 
 SERVED = "run_id branch user_id arm propensity consent replica_id version_min version_max finish_reason served_at"
 EVENT = "event_id user_id kind value corrects source observed_at"
+LETTERED = (Topic.INTERACTIONS, Topic.FEEDBACK, Topic.OUTCOMES)
+"""The topics whose dead letters belong to an interaction."""
 END = "revision reward previous_reward exclusion map_version closed_at"
 
 
@@ -81,7 +83,9 @@ class InteractionTrace:
         """Observe a dead letter; its key identifies its interaction."""
         dead_letter = row.record
         if isinstance(dead_letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
-            topic = dead_letter.source_topic.rpartition(".")[2]
+            # A prefix need not end with a dot.
+            source = dead_letter.source_topic
+            topic = next((topic.value for topic in LETTERED if source.endswith(topic.value)), source)
             place = Position(topic, dead_letter.source_partition, dead_letter.source_offset)
             self._refused.append(picked(dead_letter, "reason found_by", place=place))
 

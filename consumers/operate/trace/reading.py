@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tidemill.consumers.operate import Progress, no_progress, picked, watched
-from tidemill.consumers.operate.trace.interaction import InteractionTrace
+from tidemill.consumers.operate.trace.interaction import LETTERED, InteractionTrace
 from tidemill.consumers.operate.trace.versions import Ended, VersionHistory
 from tidemill.consumers.sink.rows import DeadLetterReader
 from tidemill.schemas import records as r
@@ -192,7 +192,7 @@ class TraceReader:
                 traced.observe(located)
         for located in self._read((Topic.OUTCOMES, Topic.ONLINE_BATCHES)):
             traced.observe(located)
-        with DeadLetterReader(self._kafka, {}, (*PRODUCT, Topic.OUTCOMES)) as letters:
+        with DeadLetterReader(self._kafka, {}, LETTERED) as letters:
             for row in letters.read_to_end():
                 traced.observe_letter(row)
         if not traced.found:

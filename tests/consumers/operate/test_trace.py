@@ -191,9 +191,13 @@ def test_corrections_are_reported_with_the_outcome_that_they_replace():
     assert [(one["revision"], one["previous_reward"]) for one in path["outcomes"]] == [(0, None), (1, 1.0)]
 
 
-def test_repeats_and_dead_letters_are_reported():
-    lost = Row("x.feedback.dlq", 0, 0, 0, b"i0/e7", DeadLetter("x.feedback", 1, 7, 0, "no kind", "join", b""), 0)
-    foreign = Row("x.feedback.dlq", 0, 1, 0, b"i1/e7", DeadLetter("x.feedback", 1, 8, 0, "no kind", "join", b""), 0)
+@pytest.mark.parametrize("prefix", ["x.", "x-", ""])
+def test_repeats_and_dead_letters_are_reported(prefix: str):
+    source = f"{prefix}feedback"
+    lost, foreign = (
+        Row(f"{source}.dlq", 0, n, 0, key, DeadLetter(source, 1, 7 + n, 0, "no kind", "join", b""), 0)
+        for n, key in enumerate((b"i0/e7", b"i1/e7"))
+    )
     path = traced(located([SERVED, SERVED, THUMB, THUMB, REWARDED]), [lost, foreign])
     assert path["served"]["repeats"] == [Position("interactions", 0, 1)]
     assert path["feedback"][0]["fate"].endswith("sent 2 times, counted once")
