@@ -85,8 +85,11 @@ def replica(
     print_rows(heads, rounded, as_json=as_json, as_csv=as_csv, formats=formats, document=document)
     if chosen is not None:
         typer.echo(f"chosen: {chosen.concurrency} requests at a time ({chosen.tokens_per_s:,.0f} tokens/s)", err=True)
+    elif len(levels) > 1 and not status:
+        highest = levels[-1].concurrency
+        typer.echo(f"tokens/s still grew by {gain:.0%} or more at {highest} requests: raise --most", err=True)
     elif not status:
-        typer.echo(f"tokens/s still grew by {gain:.0%} or more at {most} requests: raise --most", err=True)
+        typer.echo(f"two numbers of requests are compared: raise --most to {2 * first} or more", err=True)
     raise typer.Exit(status)
 
 
