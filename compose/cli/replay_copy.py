@@ -84,8 +84,9 @@ def selection(options: dict[str, Any], settings: TidemillSettings) -> Selection:
     since, until = moment_us(options["since"]), moment_us(options["until"])
     return Selection(
         topics=tuple(sorted(set(options["topic"] or ()), key=lambda name: RANK.get(name, -1))),
-        from_ms=None if since is None else since // 1_000,
-        to_ms=None if until is None else until // 1_000,
+        # A record's time is a whole millisecond: the first one at or after the given time is the bound of both.
+        from_ms=None if since is None else -(-since // 1_000),
+        to_ms=None if until is None else -(-until // 1_000),
         offsets=tuple(offset_range(text) for text in options["offsets"] or ()),
         steps=tuple(span(text) for text in options["step"] or ()),
         versions=tuple(span(text) for text in options["version"] or ()),

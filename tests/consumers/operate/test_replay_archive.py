@@ -16,6 +16,8 @@ from tests.consumers.operate.replay_support import group, rollout
 from tests.consumers.operate.test_replay_log import records_of, under, without_marks, written_log
 from tests.consumers.operate.test_replay_parts import ordered_by_sorting, plan_of
 from tidemill.compose.cli import app
+from tidemill.compose.cli.replay_copy import selection
+from tidemill.compose.config import TidemillSettings
 from tidemill.consumers.operate import no_progress
 from tidemill.consumers.operate.replay.archive import MANIFEST, MANIFEST_SHA256, ArchiveError, ArchiveOrigin, export
 from tidemill.consumers.operate.replay.records import RawRecord
@@ -206,6 +208,14 @@ def test_a_file_in_a_directory_that_does_not_exist_is_refused_before_the_log_is_
     refused = CliRunner().invoke(app, ["replay", *arguments, "--bootstrap", "127.0.0.1:9"])
     assert refused.exit_code == 2
     assert "there is no directory no/directory" in refused.output
+
+
+@pytest.mark.parametrize(("second", "first_ms"), [("01", 1_000), ("01.000001", 1_001), ("01.000999", 1_001)])
+def test_the_bounds_of_a_time_between_two_milliseconds_are_the_later_one(second, first_ms):
+    options = dict.fromkeys(("offsets", "step", "version", "group")) | {"topic": ["rollouts"], "where": ""}
+    bounds = {"since": f"1970-01-01T00:00:{second}", "until": f"1970-01-01T00:01:{second}"}
+    chosen = selection({**options, **bounds, "uncommitted": False}, TidemillSettings())
+    assert (chosen.from_ms, chosen.to_ms) == (first_ms, 60_000 + first_ms)
 
 
 def test_a_range_of_a_log_goes_through_a_file_into_another_prefix(kafka, tmp_path, topic_prefix):
