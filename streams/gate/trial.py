@@ -299,7 +299,8 @@ class PromotionWatch:
             self._take(self._users.observe("", unit_of(outcome), outcome, found, at_us))
 
     def advance(self, at_us: int) -> None:
-        self._take(self._users.advance(at_us))
+        """Advance event time to `at_us`. At the end of the window, all users seen so far count."""
+        self._take(self._users.settle_all() if self.over(at_us) else self._users.advance(at_us))
 
     def forget(self, user_id: str) -> None:
         """Delete a user's outcomes, unless they are counted already."""

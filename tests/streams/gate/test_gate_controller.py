@@ -271,6 +271,13 @@ def test_a_collapse_after_the_watch_window_does_not_roll_back():
     assert product.keeper.snapshot().watched is None and collapse(product) == []
 
 
+def test_users_whose_own_window_is_longer_than_the_watch_count_at_its_end():
+    product = promoted(QUICK.model_copy(update={"watch_seconds": 5.0, "outcomes_per_user": 2, "user_window_s": 8.0}))
+    assert not any(product.serve("stable", 1, -1.0) for _ in range(200)), "each user may get a second outcome"
+    first, *_ = tick(product, 6.0)
+    assert (first.verdict, first.version) == (GateVerdict.ROLL_BACK, 0)
+
+
 def test_a_collapse_during_the_next_trial_ends_it():
     product = promoted()
     product.publish(2)
