@@ -131,6 +131,8 @@ class TrainingRun:
     """The versions made so far; the gate's decisions have not been read yet."""
     planned: StepPlan | None
     """The plan of the next step, if it was written."""
+    stored: int
+    """The last step whose checkpoint was read or written; 0 without one."""
     _liveness: Liveness | None = field(default=None, init=False)
     """The watchdog of `train`; None before."""
     _not_before: float = 0.0
@@ -244,10 +246,12 @@ class TrainingRun:
     def _checkpoint(self) -> None:
         self._beat("a checkpoint")
         place = self.place
-        # After `go_back` there is nothing new to store until the next step; the log is enough to reach this state.
-        if place.step and place.version == place.step and place.step not in self.session.weights.checkpoints.steps():
+        # After `go_back` there is nothing new to store until the next step; the log is enough to reach this state. A
+        # checkpoint of this step that is in the store already is of another log, and is replaced.
+        if place.version == place.step != self.stored:
             kept = self.line.milestones(self.settings.keep_checkpoints)
             self.session.checkpoint(self.builder.progress(), self.queue.progress(), kept)
+            self.stored = place.step
 
 
 def resume(
@@ -287,6 +291,7 @@ def resume(
         queue=OnlineQueue(run, settings, line, saved.online if saved else None, versions.incarnation),
         line=line,
         planned=planned,
+        stored=saved.step if saved else 0,
     )
     for record in steps:
         resumed.made(record)

@@ -192,7 +192,7 @@ def test_each_step_repeated_on_the_way_back_has_the_whole_timeout(tiny_checkpoin
     inputs = nullcontext(SimpleNamespace(of=lambda _: batch))
     monkeypatch.setattr("tidemill.trainer.run.RecordedInputs", lambda *_: inputs)
     monkeypatch.setattr("tidemill.trainer.run.read_steps", lambda *_: steps)
-    training = TrainingRun(KafkaSettings(), "run", settings, session, None, None, None, None)
+    training = TrainingRun(KafkaSettings(), "run", settings, session, None, None, None, None, stored=0)
     training.go_back(1, 3)
     assert (session.place.version, session.place.step) == (1, 3), "before its loop a trainer has no watchdog"
     beats = []

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.trainer.conftest import settings_of, tiny_model
+from tests.records import build
+from tests.trainer.conftest import make_trainable, settings_of, tiny_model
 from tests.trainer.run_log import Killed, run_of, write_groups, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
@@ -14,11 +15,17 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Manifest, TrainStep
+from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
+from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.choices import ServingActivations, ServingFormat
 from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.history import NotRepeatableError
-from tidemill.trainer.run import run
+from tidemill.trainer.online_queue import OnlineQueue, WeightLine
+from tidemill.trainer.run import TrainingRun, run
 from tidemill.trainer.session import Session
+from tidemill.trainer.step import Learner
+from tidemill.trainer.trainable import TopicProgress
+from tidemill.trainer.trained_weights import TrainedWeights
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +119,20 @@ def test_a_checkpoint_is_not_continued_with_another_model(log, settings, train, 
     with pytest.raises(VersionError, match=r"version 0 of run saved has .*: start with the model that the run began"):
         train("saved", settings.model_copy(update={"model": str(tmp_path / "other")}), 2)
     train("saved", settings, 2)
+
+
+def test_a_checkpoint_of_another_log_is_replaced_when_the_run_reaches_its_step(tmp_path) -> None:
+    """Otherwise the next start would refuse it as damaged or of another run."""
+    settings, of_run = settings_of(), run_of("run")
+    store = CheckpointStore(str(tmp_path), "run", "main", keep=3)
+    weights = TrainedWeights(settings, Learner(tiny_model(), settings, None), store)
+    theirs = CheckpointState("run", "main", 1, 1, "of another log", "hash", TopicProgress())
+    store.write(theirs, {"master/w": torch.zeros(1)})
+    session, line = Session(of_run, weights, None, None, steps=None, step=0), WeightLine("run", "main")
+    queues = {"builder": BatchBuilder(of_run, settings), "queue": OnlineQueue(of_run, settings, line)}
+    training = TrainingRun(KafkaSettings(), "run", settings, session, **queues, line=line, planned=None, stored=0)
+    training._checkpoint()
+    assert store.read(1)[0] == theirs, "there is nothing to store before the first step"
+    session.compute(build(TrainStep, step=1), StepBatch([make_trainable("a")], []))
+    training._checkpoint()
+    assert store.read(1)[0].fingerprint == session.place.fingerprint
