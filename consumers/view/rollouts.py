@@ -127,12 +127,13 @@ def routes(site: Site) -> list[BaseRoute]:
     ]
 
 
-async def found_rows(site: Site, values: dict[str, str]) -> list[TableRows]:
+async def found_rows(site: Site, values: dict[str, str]) -> tuple[TableRows, TableRows]:
     """Return the rollouts that a search found, and the choices of its form. Raises QueryFailed."""
     found, choices = panels()["rollout_list"], panels()["rollout_choices"]
     # The ids of a text are longer than the text, and a part of them would find nothing.
     given = {**arguments(found, values), "tokens": values["tokens"]}
-    return await asyncio.gather(site.tables.kept(found.sql, given), site.tables.kept(choices.sql))
+    rows, chosen = await asyncio.gather(site.tables.kept(found.sql, given), site.tables.kept(choices.sql))
+    return rows, chosen
 
 
 def check(values: dict[str, str]) -> None:
