@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.consumers.product_support import ProductLog, interaction, two_people
 from tests.consumers.sink_support import START_US, rows_of
@@ -54,7 +56,17 @@ def bury(settings: KafkaSettings, *keys: bytes) -> None:
             send_dead_letter(producer, Names(settings.topic_prefix), letter, "unknown framing", "join")
 
 
-def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(kafka: Any, tmp_path: Path):
+@pytest.fixture
+def sinks() -> Iterator[list[Sink]]:
+    """The sinks of a test; a process that is still running at its end is killed."""
+    started: list[Sink] = []
+    yield started
+    for sink in started:
+        if sink.process is not None and sink.process.poll() is None:
+            sink.end(signal.SIGKILL)
+
+
+def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(kafka: Any, tmp_path: Path, sinks: list[Sink]):
     settings = kafka.fresh()
     log, (row,) = ProductLog(settings, 2), rows_of([interaction("i", "ann")])
     log.write(*two_people())
@@ -62,6 +74,7 @@ def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(kafka: Any, tmp
     with RecordProducer(settings, "test-ticks") as producer:
         producer.send(Topic.INTERACTIONS, Tick("test", START_US), key=tick_key(0), partition=0)
     sink = Sink(settings, {"path": str(tmp_path / "first"), "http_port": 0, "flush_seconds": 0.1})
+    sinks.append(sink)
     sink.start()
     bury(settings, b"i-ann/x", b"i-bob/x")
     until(lambda: users(sink) == {"ann", "bob", "judge"})
@@ -72,6 +85,7 @@ def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(kafka: Any, tmp
     assert sink.end(signal.SIGKILL) == -signal.SIGKILL
     log.write(interaction("straggler", "ann"), interaction("new", "cleo"))
     rebuilt = Sink(settings, {"path": str(tmp_path / "second"), "http_port": 0, "flush_rows": 1, "flush_seconds": 0.1})
+    sinks.append(rebuilt)
     shown = ["i-bob/x"]
     for again in (sink, rebuilt):
         again.start()
