@@ -239,17 +239,20 @@ def run(
                         router.observe(await asyncio.to_thread(decisions.poll, POLL_S))
 
             async def load_chat() -> None:
-                uri = settings.tokenizer or await asyncio.to_thread(anchor_of_run, kafka, run, stop)
-                if uri is not None:
-                    router.chat = await asyncio.to_thread(
-                        ChatServer.load, uri, chat, settings.remembered_turns, settings.max_prompt_tokens
-                    )
+                try:
+                    uri = settings.tokenizer or await asyncio.to_thread(anchor_of_run, kafka, run, stop)
+                    if uri is not None:
+                        router.chat = await asyncio.to_thread(
+                            ChatServer.load, uri, chat, settings.remembered_turns, settings.max_prompt_tokens
+                        )
+                except BaseException:  # of any type: it ends the router
+                    stop.set()
+                    raise
 
-            following = asyncio.gather(follow(), load_chat())
-            tasks: list[asyncio.Future[Any]] = [asyncio.create_task(server.serve(sockets=[listener])), following]
+            tasks = [asyncio.create_task(each) for each in (server.serve(sockets=[listener]), follow(), load_chat())]
             # Serve and follow until one ends; then record the unfinished requests, and raise the error that ended them
             try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stop.set()
                 server.should_exit = True

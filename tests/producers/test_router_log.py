@@ -131,9 +131,10 @@ async def test_a_log_that_does_not_answer_is_reported_in_time_and_the_process_ca
     assert time.monotonic() - began < 60
 
 
-def start(kafka: KafkaSettings, **router) -> None:
+def start(kafka: KafkaSettings, stopped: bool = True, **router) -> None:
     stop = threading.Event()
-    stop.set()
+    if stopped:
+        stop.set()
     chosen = RouterSettings(**{"api_keys": {"web": key_hash(KEY)}, "port": 0, **router})
     run(kafka, RUN, StoreSettings(root="unused"), PRODUCT, chosen, ChatSettings(), stop)
 
@@ -148,3 +149,22 @@ def test_the_router_does_not_start_without_keys_topics_or_its_port(settings):
         taken.listen()
         with pytest.raises(OSError, match=r"router\.port"):
             start(settings, port=taken.getsockname()[1])
+
+
+def test_a_damaged_tokenizer_ends_the_router_when_it_reads_the_log_no_more(settings, tmp_path, monkeypatch):
+    closing, closed_first, close = threading.Event(), [], LogReader.close
+
+    def poll(_reader: LogReader, _timeout_s: float) -> list:
+        closed_first.append(closing.wait(2.0))
+        return []
+
+    def closes(reader: LogReader) -> None:
+        closing.set()
+        close(reader)
+
+    monkeypatch.setattr(LogReader, "poll", poll)
+    monkeypatch.setattr(LogReader, "close", closes)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        start(settings, stopped=False, tokenizer=str(tmp_path))
+    assert closed_first and not any(closed_first), "a client that is closed while a thread uses it ends the process"
