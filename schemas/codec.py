@@ -109,11 +109,6 @@ def _current() -> dict[type, _Schema]:
     return {record_type: schemas[-1] for record_type, schemas in _recorded().items()}
 
 
-def read_body(body: bytes, writer: dict[str, Any]) -> Record:
-    """Decode an Avro body with the schema `writer` (as JSON) into the current record type."""
-    return _read(body, 0, _Schema(writer))
-
-
 def _read(data: bytes, begin: int, wrote: _Schema) -> Record:
     """Return the record whose body starts at `begin` of `data`, in the current record type. Raises DecodeError."""
     current = _current()[wrote.record_type]

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from tests.generated import LONG, damaged, records_of
 from tests.records import neutral
-from tests.schemas.test_compatibility import written
+from tests.schemas.test_compatibility import read, written
 from tidemill.schemas import avro_code
-from tidemill.schemas.codec import RECORD_TYPES, Codec, DecodeError, RegistryError, current_schema, read_body
+from tidemill.schemas.codec import RECORD_TYPES, Codec, DecodeError, RegistryError, current_schema
 from tidemill.schemas.records import Document, Record, Task, Tick, VersionSpan
 
 RECORDS = st.one_of(*(records_of(cls) for cls in RECORD_TYPES.values()))
@@ -216,7 +216,7 @@ def test_what_was_written_is_read_or_was_refused(record_type: type):
 @pytest.mark.parametrize("record_type", RECORD_TYPES.values(), ids=RECORD_TYPES)
 def test_a_size_of_what_is_not_there_takes_no_memory(record_type: type):
     codec, body = Codec(), written(current_schema(record_type))
-    whole = codec.encode(read_body(body, current_schema(record_type)))
+    whole = codec.encode(read(body, current_schema(record_type)))
     tracemalloc.start()
     for place in range(len(whole) - len(body), len(whole)):
         for size in (2**62, -(2**40)):
