@@ -141,10 +141,11 @@ def test_what_has_no_schema_is_refused(value: bytes | None):
 
 
 def test_a_registry_id_of_a_foreign_schema_is_refused():
-    client = SchemaRegistryClient.new_client({"url": "mock://foreign"})
-    foreign = client.register_schema("s", Schema('{"type":"record","name":"Other","fields":[]}', "AVRO"))
-    with pytest.raises(DecodeError):
-        codec_of("mock://foreign").decode(b"\x00" + foreign.to_bytes(4, "big"))
+    codec = Codec("mock://foreign")
+    other = Schema('{"type":"record","name":"Other","fields":[]}', "AVRO")
+    foreign = codec._registry._client.register_schema("s", other)
+    with pytest.raises(DecodeError, match="is no schema of Tidemill"):
+        codec.decode(b"\x00" + foreign.to_bytes(4, "big"))
 
 
 def test_an_unknown_registry_id_is_refused():
