@@ -27,7 +27,7 @@ from tidemill.compose.options import (
     with_reachable_log,
     with_settings,
 )
-from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, utc, working
+from tidemill.compose.output import CsvOption, JsonOption, harmless, print_json, print_rows, utc, working
 from tidemill.consumers.weights.chain import DecisionFollowers, decision, no_version, read_chain
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
@@ -129,14 +129,16 @@ def _show(made: GateDecision, following: DecisionFollowers, *, written: bool, wa
     typer.echo(f"{verb}: {made.verdict.value}{version} on branch {made.branch} by {made.decided_by}: {made.reason}")
     for replica, serving in sorted(following.beyond.items()):
         typer.echo(
-            f"{replica} serves {serving} and stays there: a pin takes no replica back, `rollback` does", err=True
+            harmless(f"{replica} serves {serving} and stays there: a pin takes no replica back, `rollback` does"),
+            err=True,
         )
     if not waited:
         return
     for replica in sorted(set(following.behind) - set(following.beyond)):
-        typer.echo(f"{replica} still serves {following.behind[replica]}", err=True)
+        typer.echo(harmless(f"{replica} still serves {following.behind[replica]}"), err=True)
     if not following.behind:
-        typer.echo(f"followed by {', '.join(sorted(following.serving)) or 'no replica: none has acknowledged lately'}")
+        replicas = ", ".join(sorted(following.serving)) or "no replica: none has acknowledged lately"
+        typer.echo(harmless(f"followed by {replicas}"))
 
 
 gate_app = typer.Typer(
@@ -250,7 +252,7 @@ def print_status(found: Snapshot) -> None:
     watched = f"; version {found.watched} is watched" if found.watched is not None else ""
     typer.echo(
         f"{found.run_id}/{found.branch}: version {found.promoted} is served, the newest is {found.head}; "
-        f"the served one {learns}{watched}\n{stage}"
+        f"the served one {learns}{watched}\n{harmless(stage)}"
     )
     if found.numbers:
         # Measures of both arms next to each other, and the others below.
@@ -261,7 +263,7 @@ def print_status(found: Snapshot) -> None:
         rows += [(name, value, None) for name, value in found.numbers.items() if not name.startswith(prefixes)]
         print_rows(("measure", *arms), rows, formats=dict.fromkeys(arms, ".4g"))
     if found.serving:
-        typer.echo(", ".join(f"{replica} serves {version}" for replica, version in found.serving.items()))
+        typer.echo(harmless(", ".join(f"{replica} serves {version}" for replica, version in found.serving.items())))
     if found.decisions:
         print_decisions(found.decisions)
 

@@ -89,7 +89,7 @@ async def open_recorder(
     """Return a recorder whose producer, at its end, has sent all interactions, or dropped them after a time limit."""
     # A client was told that an interaction was not served if it is not acknowledged in time: it is not retried for
     # longer. One that waited for a slow batch of others may still be written after that.
-    limit = {"delivery.timeout.ms": str(round(1000 * settings.log_timeout_s))}
+    limit = {"delivery.timeout.ms": str(max(1, round(1000 * settings.log_timeout_s)))}  # 0 would be no limit
     options = kafka.model_copy(update={"client_options": {**limit, **kafka.client_options}})
     claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
     outbox = Outbox(RecordProducer(options, APPLICATION), Topic.INTERACTIONS, claims.checked)

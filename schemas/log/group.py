@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.codec import Codec
@@ -45,6 +45,8 @@ class GroupConsumer:
         self._ask_at = None
         # By default, librdkafka treats a partition without a committed offset as out of range.
         for found in consumer.committed(partitions, timeout=METADATA_TIMEOUT_S) if partitions else []:
+            if found.error is not None:  # without this, the partition would be read from its beginning
+                raise KafkaException(found.error)
             self._next[found.topic, found.partition] = found.offset if found.offset >= 0 else None
         begin = [(tp.topic, tp.partition, self._next[tp.topic, tp.partition]) for tp in partitions]
         consumer.incremental_assign([TopicPartition(t, p, OFFSET_BEGINNING if o is None else o) for t, p, o in begin])

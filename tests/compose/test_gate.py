@@ -18,9 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.consumers.weight_log import TOPICS, WeightLog
+from tests.records import build
 from tests.streams.gate.gate_support import ack, bench, manifest, outcome
 from tests.waiting import until
 from tidemill.compose.cli import app
+from tidemill.compose.cli.gate_command import print_status
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
@@ -30,6 +32,7 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.streams.gate.config import GateSettings
+from tidemill.streams.gate.controller import Snapshot
 from tidemill.streams.gate.role import run
 
 DEADLINE_S = 180.0
@@ -252,6 +255,15 @@ def test_a_persons_decision_overrides_the_gate(branch, tmp_path):
     assert json.loads(ask(branch, "status", "--json").stdout)["promoted"] == 0
     served = ask(branch, "status").stdout
     assert "version 0 is served" in served and "held by" in served
+
+
+def test_text_of_the_log_does_not_control_the_terminal(capsys):
+    held = build(GateDecision, decided_by="ada", verdict=GateVerdict.HOLD, reason="a launch\x1b[2J")
+    texts = {"run_id": "r", "branch": "main", "stage": "held", "held_by": held, "serving": {"replica\x1b[2J": 3}}
+    numbers = {"at": 0, "candidate": None, "promoted": 3, "head": 3, "admitted": True, "watched": None, "numbers": {}}
+    print_status(Snapshot(**texts, **numbers, decisions=[]))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and r"replica\x1b[2J serves 3" in shown and r"a launch\x1b[2J" in shown
 
 
 def test_a_branch_without_versions_has_no_state(branch):

@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log import group
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.guard import IdleTimes, ReadingWatch
 from tidemill.schemas.log.liveness import EXIT_HUNG, Deadline
@@ -84,6 +87,22 @@ def test_a_partition_that_another_member_had_meanwhile_is_not_stalled():
     assert not watch.observe(HERE, 5, 9, 3600.0), "it came back an hour later"
     assert watch.observe(HERE, 5, 9, 7200.0)
     member.close()
+
+
+def test_a_committed_offset_that_the_brokers_do_not_tell_is_an_error_and_not_the_beginning(monkeypatch):
+    class Refused(group.Consumer):  # type: ignore[misc]  # the client's class is not typed
+        def committed(self, partitions, timeout):
+            error = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+            (tp,) = partitions
+            return [SimpleNamespace(topic=tp.topic, partition=tp.partition, offset=-1, error=error)]
+
+    monkeypatch.setattr(group, "Consumer", Refused)
+    kafka = KafkaSettings(bootstrap="127.0.0.1:9")
+    with (
+        closing(GroupConsumer(kafka, "test", [Topic.TASKS], client_id="test-member")) as member,
+        pytest.raises(KafkaException, match="authorization"),
+    ):
+        member._begin(member._consumer, [TopicPartition("tidemill.tasks", 0)])
 
 
 def test_no_timeout_checks_nothing():
