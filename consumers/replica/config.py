@@ -149,7 +149,7 @@ class ReplicaSettings(Section):
     """Export vLLM's engine statistics on `/metrics`; costs a few percent of the server's time."""
     staging_dir: Path | None = None
     """Directory in which the process makes its private temporary directory, for remote anchors and whole checkpoints;
-    the system's directory for temporary files if not set."""
+    the system's directory for temporary files if not set. Those of killed replicas are removed at the next start."""
     fetch_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time between the last chunk of a delta and the next, before the version is refused, in seconds. Chunks
     arrive `fetch_bytes` at a time."""

@@ -120,7 +120,7 @@ def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, cha
     """
     server_arguments("", settings)  # refuses invalid arguments now, not after the wait for an anchor
     with private_directory(settings.staging_dir) as private:
-        uvloop.run(Replica(kafka, run, settings, chat, Path(private)).run())
+        uvloop.run(Replica(kafka, run, settings, chat, private).run())
 
 
 class Replica:

@@ -7,12 +7,14 @@ engine core can be forked safely.
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,9 @@ FOLLOWED = (Topic.MANIFESTS, Topic.GATE)
 
 DENSE = 4
 """If more than one in this many elements changes, the whole version is written instead of its changes."""
+
+PRIVATE = "tidemill-staging-"
+"""First letters of the names of the replicas' own directories."""
 
 FIRST_S = 0.5
 LONGEST_S = 30.0
@@ -135,11 +140,38 @@ class UpdateStaging:
         self._rebuilder.close()
 
 
-def private_directory(parent: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary directory in `parent` (None: the system's) that no other replica uses: all write equal names."""
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(prefix="tidemill-replica-", dir=parent)
+@contextmanager
+def private_directory(parent: Path | None) -> Iterator[Path]:
+    """Make a temporary directory in `parent` (None: the system's) that no other replica uses: all write equal names.
+
+    Its lock is held until the process and its engine have ended. Directories of replicas that were killed have no lock
+    and are removed first: each may contain a whole checkpoint.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    for left in parent.glob(f"{PRIVATE}*"):
+        with suppress(OSError), _opened(left) as descriptor:  # in use, of another user, or removed meanwhile
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+    # Another replica looks only for the final name, and finds it locked.
+    made = Path(tempfile.mkdtemp(prefix=".tidemill-", dir=parent))
+    with _opened(made) as descriptor:
+        with suppress(OSError):  # in a file system without locks, no replica removes the directory of another
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        own = made.rename(parent / f"{PRIVATE}{made.name.removeprefix('.tidemill-')}")
+        try:
+            yield own
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@
 """
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -528,8 +530,28 @@ def test_a_stop_ends_the_fetch_of_a_replica_that_starts(harness, monkeypatch, tm
 def test_replicas_with_one_staging_directory_use_separate_directories_in_it(tmp_path):
     parent = tmp_path / "not" / "yet"
     with staging.private_directory(parent) as one, staging.private_directory(parent) as other:
-        assert one != other and Path(one).parent == Path(other).parent == parent
+        assert one != other and one.parent == other.parent == parent
     assert list(parent.iterdir()) == []
+
+
+def test_the_staging_directory_of_a_killed_replica_is_removed_and_that_of_a_running_one_is_not(tmp_path):
+    code = f"""if True:
+        from pathlib import Path
+        from tidemill.consumers.replica.staging import private_directory
+        with private_directory(Path({str(tmp_path)!r})) as one:
+            (one / "whole").mkdir()
+            print(one, flush=True)
+            input()
+    """
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as replica:
+        theirs = Path(replica.stdout.readline().strip())
+        for is_running in (True, False):
+            with staging.private_directory(tmp_path) as own:
+                assert (theirs.exists(), own.exists()) == (is_running, True)
+            replica.kill()
+            replica.wait()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_backoff_doubles_up_to_a_limit_and_starts_again():
