@@ -68,7 +68,7 @@ def test_an_interrupt_while_the_engine_starts_ends_the_replica_at_once(kafka, tm
     replica = RoleProcess(settings, tmp_path, REPLICA)
     try:
         server = psutil.Process(replica.process.pid)
-        cores = until(lambda: server.children(), "an engine core", DEADLINE_S)
+        cores = until(lambda: engine_cores(server), "an engine core", DEADLINE_S)
         for process in (server, *cores):  # as a terminal does
             process.send_signal(signal.SIGINT)
         assert replica.process.wait(DEADLINE_S) == 0
