@@ -1,6 +1,8 @@
 -- What is one weight version: its parent, its size, its step, its anchor and its position in the log?
 -- title: The version
 -- plot: record
+WITH
+    -- insert: version_record
 SELECT
     run_id,
     branch,
@@ -22,15 +24,4 @@ SELECT
     _topic AS topic,
     _partition AS partition,
     _offset AS offset
-FROM
-(
-    SELECT *
-    FROM weights_manifests
-    WHERE version = toInt64OrNull({version:String})
-        AND ({run:String} = '' OR run_id = {run:String})
-        AND ({branch:String} = '' OR branch = {branch:String})
-    ORDER BY _offset
-    LIMIT 1 BY run_id, branch
-)
-ORDER BY _offset DESC
-LIMIT 1
+FROM version_record

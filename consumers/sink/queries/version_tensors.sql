@@ -1,5 +1,7 @@
 -- Which tensors does a weight version hold, and what are their fingerprints?
 -- title: Tensors
+WITH
+    -- insert: version_record
 SELECT
     run_id,
     branch,
@@ -7,21 +9,6 @@ SELECT
     tensors.dtype AS dtype,
     tensors.shape AS shape,
     tensors.fingerprint AS fingerprint
-FROM
-(
-    SELECT *
-    FROM
-    (
-        SELECT *
-        FROM weights_manifests
-        WHERE version = toInt64OrNull({version:String})
-            AND ({run:String} = '' OR run_id = {run:String})
-            AND ({branch:String} = '' OR branch = {branch:String})
-        ORDER BY _offset
-        LIMIT 1 BY run_id, branch
-    )
-    ORDER BY _offset DESC
-    LIMIT 1
-)
+FROM version_record
 ARRAY JOIN tensors
 ORDER BY tensor
