@@ -14,6 +14,7 @@ from typing import Any
 
 from tidemill.consumers.operate import picked
 from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory
+from tidemill.consumers.sink.erasures import PRODUCT, interaction_of
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
@@ -21,8 +22,6 @@ from tidemill.schemas.records import Feedback, Interaction, OnlineBatch, Outcome
 
 SERVED = "run_id branch user_id arm propensity consent replica_id version_min version_max finish_reason served_at"
 EVENT = "event_id user_id kind value corrects source observed_at"
-LETTERED = (Topic.INTERACTIONS, Topic.FEEDBACK, Topic.OUTCOMES)
-"""The topics whose dead letters belong to an interaction."""
 END = "revision reward previous_reward exclusion map_version closed_at"
 
 
@@ -82,10 +81,10 @@ class InteractionTrace:
     def observe_letter(self, row: Row) -> None:
         """Observe a dead letter; its key identifies its interaction."""
         dead_letter = row.record
-        if isinstance(dead_letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
+        if isinstance(dead_letter, DeadLetter) and interaction_of(row.key) == self._id.encode():
             # A prefix need not end with a dot.
             source = dead_letter.source_topic
-            topic = next((topic.value for topic in LETTERED if source.endswith(topic.value)), source)
+            topic = next((topic.value for topic in PRODUCT if source.endswith(topic.value)), source)
             place = Position(topic, dead_letter.source_partition, dead_letter.source_offset)
             self._refused.append(picked(dead_letter, "reason found_by", place=place))
 

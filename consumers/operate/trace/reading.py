@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tidemill.consumers.operate import Progress, no_progress, picked, watched
-from tidemill.consumers.operate.trace.interaction import LETTERED, InteractionTrace
+from tidemill.consumers.operate.trace.interaction import InteractionTrace
 from tidemill.consumers.operate.trace.versions import Ended, VersionHistory
+from tidemill.consumers.sink.erasures import PRODUCT
 from tidemill.consumers.sink.rows import DeadLetterReader
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
@@ -125,7 +126,6 @@ def user_path(user_id: str, records: Iterable[ConsumedRecord], history_of: Histo
 
 
 CLIENT_ID = "tidemill-trace"
-PRODUCT = (Topic.INTERACTIONS, Topic.FEEDBACK)
 MODEL = (Topic.STEPS, Topic.MANIFESTS, Topic.GATE, Topic.ACKS)
 LONGEST_NAME = 200
 
@@ -187,12 +187,12 @@ class TraceReader:
 
     def _interaction(self, name: str) -> dict[str, Any] | None:
         traced = InteractionTrace(name)
-        for topic in PRODUCT:
+        for topic in (Topic.INTERACTIONS, Topic.FEEDBACK):
             for located in self._read((topic,), of=name):
                 traced.observe(located)
         for located in self._read((Topic.OUTCOMES, Topic.ONLINE_BATCHES)):
             traced.observe(located)
-        with DeadLetterReader(self._kafka, {}, LETTERED) as letters:
+        with DeadLetterReader(self._kafka, {}, PRODUCT) as letters:
             for row in letters.read_to_end():
                 traced.observe_letter(row)
         if not traced.found:
