@@ -27,7 +27,7 @@ LOG = logging.getLogger(__name__)
 CONFLUENT_MAGIC = b"\x00"
 CONFLUENT_FRAME_BYTES = 5
 REGISTRY_TIMEOUT_S = 5.0
-"""Longest wait for one answer of a schema registry; its client tries four times. Without it, it waits for ever."""
+"""Longest wait for one answer of a schema registry. Its client tries four times; its own default has no limit."""
 RECORD_TYPES: dict[str, type[Record]] = {cls.__name__: cls for cls in get_args(Record)}
 
 

@@ -125,7 +125,7 @@ class StreamSettings(Section):
         if self.runner is RunnerName.TRANSACTIONAL and longest_s > LONGEST_TRANSACTION_S:
             raise ValueError(
                 f"transaction_s {self.transaction_s:g} and commit_interval_s {self.commit_interval_s:g} must be at "
-                f"most {LONGEST_TRANSACTION_S:g} together: the brokers abort a transaction that accepts records longer"
+                f"most {LONGEST_TRANSACTION_S:g} together: the brokers abort a longer transaction"
             )
         return self
 

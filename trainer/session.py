@@ -214,7 +214,7 @@ class Session(RepeatableRun):
         step: int,
         steps: Iterable[TrainStep],
         inputs: RecordedInputs,
-        begins: Callable[[TrainStep], None] = lambda _: None,
+        begins: Callable[[TrainStep], None],
     ) -> None:
         """Continue from `version`: the step after `step` is the next one, and its version continues this one's weights.
 

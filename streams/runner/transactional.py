@@ -37,7 +37,7 @@ from tidemill.schemas.log.client_settings import (
     raise_lasting,
 )
 from tidemill.schemas.log.consumed import consumed_record
-from tidemill.schemas.log.fenced_producer import CALL_TIMEOUT_S, FENCED, fence, resumed
+from tidemill.schemas.log.fenced_producer import CALL_TIMEOUT_S, FENCED, TRANSACTION_TIMEOUT_MS, fence, resumed
 from tidemill.schemas.log.guard import OUT_OF_RANGE, RetentionGap
 from tidemill.schemas.log.producer import REMEDIES, refusal
 from tidemill.schemas.log.watermarks import watermarks
@@ -55,8 +55,6 @@ from tidemill.streams.runner.base import (
 from tidemill.streams.runner.watchdog import Watchdog
 
 CLIENT = "tidemill-stream"
-TRANSACTION_TIMEOUT_MS = 15_000
-"""After this time the broker aborts the transaction of a dead worker."""
 CHUNK = 500
 """Most records taken from the client in one call."""
 IDLE_S = 0.1

@@ -214,7 +214,7 @@ def _manifest_of(file: BinaryIO) -> ArchiveManifest:
         raise ArchiveError(f"the archive has format {tree.get('format')}, this version reads {FORMAT}")
     try:
         made = ArchiveManifest(**tree)
-    except TypeError as error:  # a field is unknown, or lacks
+    except TypeError as error:  # an unknown field, or a missing one
         raise ArchiveError(f"this version cannot read the archive's manifest: {error}") from error
     unknown = sorted(set(made.partitions) - set(RANK))
     if unknown:
